@@ -1,0 +1,237 @@
+"""Every option of Echo: legal values, defaults and presets. The one place that validates; after it nobody compares strings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+
+class Policy(Enum):
+    """Group quantizer (paper Sec. 4.3; `rotated*` are ours)."""
+
+    symmetric = "symmetric"
+    naive = "naive"
+    zero_aware = "zero_aware"
+    rotated = "rotated"
+    rotated_asymmetric = "rotated_asymmetric"
+
+
+class Algorithm(Enum):
+    """How codes travel: `two_shot` is the paper's (Sec. 4.1), `one_shot` sends every contribution to every rank."""
+
+    auto = "auto"
+    one_shot = "one_shot"
+    two_shot = "two_shot"
+
+
+class Residual(Enum):
+    """What the compensator feeds back: the rank's own rounding error, or the paper's x' - y/P (Sec. 5.1)."""
+
+    local = "local"
+    consensus = "consensus"
+
+
+class Rescale(Enum):
+    """Power-of-two factor that keeps scales in range: one a wire tile, one a call (paper Sec. 5.4), or none."""
+
+    tile = "tile"
+    group = "group"
+    none = "none"
+
+
+class StateDtype(Enum):
+    """Storage type of the compensator's state; its arithmetic is always FP32."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class Direction(Enum):
+    """`forward`: outputs of row-parallel linears. `backward`: input gradients of column-parallel linears."""
+
+    forward = "forward"
+    backward = "backward"
+
+
+class Phase(Enum):
+    """`train`: module.training is set. `evaluate`: it is not."""
+
+    train = "train"
+    evaluate = "evaluate"
+
+
+QUANTIZED_BITS = (4, 8)
+NATIVE_BITS = 16  # Megatron's own communication: nothing is installed
+GROUP_SIZES = (32, 64, 128, 256)
+MAX_WORLD_SIZE = 8
+
+
+@dataclass
+class EchoConfig:
+    """Options of the compensated, quantized all-reduce. The defaults are the preset `echo4`.
+
+    Attributes:
+        bits: bits of a code, 4 or 8; 16 leaves Megatron's own communication in place (preset `nccl`).
+        policy: the group quantizer.
+        group_size: values that share a scale: 32, 64, 128 or 256.
+        algorithm: one_shot, two_shot, or auto: chosen by world size (`communicator.choose_algorithm`).
+        residual: what the compensator feeds back.
+        rescale: where the power-of-two factor is chosen.
+        eta: gain of the correction, 0 to 1; 0 switches compensation off (paper Eqn. 10).
+        a: weight of the slow average in the correction, 0 to 1.
+        beta1: decay of the slow average, in [0, 1) (paper Eqn. 11).
+        beta2: decay of the fast average, in [0, 1).
+        state_dtype: storage type of the compensator's state.
+        min_bytes: messages smaller than this many bytes use the group's own all-reduce at full precision.
+        directions: the passes whose all-reduces are quantized.
+        phases: whether training passes, evaluation passes or both are quantized.
+        early_bits: bits of the forward sites in the first `early_fraction` of the layers (paper Sec. 7.2), or None.
+        early_fraction: fraction of the layers that `early_bits` covers, 0 to 1.
+        timeout_s: seconds that a call may wait for another rank before it fails.
+
+    Raises:
+        ValueError: an option has a wrong type or value; the message says what was expected and what was given.
+    """
+
+    bits: int = 4
+    policy: Policy = Policy.rotated
+    group_size: int = 32
+    algorithm: Algorithm = Algorithm.auto
+    residual: Residual = Residual.local
+    rescale: Rescale = Rescale.tile
+    eta: float = 0.75
+    a: float = 0.35
+    beta1: float = 0.7
+    beta2: float = 0.3
+    state_dtype: StateDtype = StateDtype.bf16
+    # 16 KiB: below it the bytes saved are fewer than the headers and the extra launches cost on any link that we measured.
+    min_bytes: int = 16384
+    directions: list[Direction] = field(default_factory=lambda: list(Direction))
+    phases: list[Phase] = field(default_factory=lambda: list(Phase))
+    early_bits: int | None = None
+    early_fraction: float = 0.5
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        self._require_int("bits", legal=(*QUANTIZED_BITS, NATIVE_BITS))
+        self._require_int("group_size", legal=GROUP_SIZES)
+        if self.early_bits is not None:
+            self._require_int("early_bits", legal=QUANTIZED_BITS)
+        for name, kind in _ENUM_FIELDS.items():
+            setattr(self, name, _to_enum(name, kind, getattr(self, name)))
+        for name, kind in (("directions", Direction), ("phases", Phase)):
+            setattr(self, name, _to_enum_list(name, kind, getattr(self, name)))
+        self._require_float("eta", 0, 1)
+        self._require_float("a", 0, 1)
+        self._require_float("beta1", 0, 1, upper_open=True)
+        self._require_float("beta2", 0, 1, upper_open=True)
+        self._require_float("early_fraction", 0, 1)
+        self._require_float("timeout_s", 0, math.inf, lower_open=True)
+        if not _is_int(self.min_bytes) or self.min_bytes < 0:
+            raise ValueError(f"min_bytes: expected an integer >= 0 (bytes), got {self.min_bytes!r}")
+        if self.early_bits is not None and self.bits == NATIVE_BITS:
+            raise ValueError("early_bits: expected None with bits=16, which quantizes nothing; set bits to 4 or 8")
+
+    @property
+    def quantizes(self) -> bool:
+        """False for `bits: 16`: Megatron's own communication stays in place."""
+        return self.bits != NATIVE_BITS
+
+    @property
+    def compensates(self) -> bool:
+        """False for `eta: 0`: no state is allocated."""
+        return self.eta > 0
+
+    def site_bits(self, direction: Direction, layer_idx: int, num_layers: int) -> int:
+        """Bits of a site. The early-site policy covers forward sites only: it is the paper's serving policy (Sec. 7.2).
+
+        Args:
+            direction: the site's pass.
+            layer_idx: zero-based layer of the whole model, pipeline stages included.
+            num_layers: layers of the whole model.
+        """
+        early = self.early_bits is not None and direction is Direction.forward
+        if early and layer_idx < self.early_fraction * num_layers:
+            assert self.early_bits is not None
+            return self.early_bits
+        return self.bits
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> EchoConfig:
+        """The preset `name` with single options overridden.
+
+        Raises:
+            ValueError: `name` is not a preset, or an override is not an option or has an illegal value.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"tp_comm: expected one of {', '.join(PRESETS)}, got {name!r}")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(overrides) - known):
+            raise ValueError(f"tp_comm {name}: unknown option {', '.join(unknown)}; expected one of {', '.join(sorted(known))}")
+        return cls(**{**PRESETS[name], **overrides})
+
+    def replace(self, **changes: Any) -> EchoConfig:
+        """A validated copy with `changes`."""
+        return replace(self, **changes)
+
+    def _require_int(self, name: str, legal: tuple[int, ...]) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or value not in legal:
+            raise ValueError(f"{name}: expected one of {', '.join(map(str, legal))}, got {value!r}")
+
+    def _require_float(
+        self, name: str, lower: float, upper: float, *, lower_open: bool = False, upper_open: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if number and (lower < value if lower_open else lower <= value) and (value < upper if upper_open else value <= upper):
+            setattr(self, name, float(value))
+            return
+        interval = f"{'(' if lower_open else '['}{lower}, {upper}{')' if upper_open or upper == math.inf else ']'}"
+        raise ValueError(f"{name}: expected a number in {interval}, got {value!r}")
+
+
+_ENUM_FIELDS: dict[str, type[Enum]] = {
+    "policy": Policy,
+    "algorithm": Algorithm,
+    "residual": Residual,
+    "rescale": Rescale,
+    "state_dtype": StateDtype,
+}
+
+_PAPER: dict[str, Any] = {
+    "policy": Policy.zero_aware,
+    "group_size": 128,
+    "algorithm": Algorithm.two_shot,
+    "residual": Residual.consensus,
+    "rescale": Rescale.group,
+}
+
+# Options of each preset that differ from EchoConfig's defaults.
+PRESETS: dict[str, dict[str, Any]] = {
+    "nccl": {"bits": NATIVE_BITS},
+    "echo4": {},
+    "echo8": {"bits": 8},
+    "echo4_paper": _PAPER,
+    "echo8_paper": {**_PAPER, "bits": 8},
+}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _to_enum(name: str, kind: type[Enum], value: object) -> Enum:
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value in kind.__members__:
+        return kind[value]
+    raise ValueError(f"{name}: expected one of {', '.join(kind.__members__)}, got {value!r}")
+
+
+def _to_enum_list(name: str, kind: type[Enum], value: object) -> list[Enum]:
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise ValueError(f"{name}: expected a list of {', '.join(kind.__members__)}, got {value!r}")
+    return [_to_enum(name, kind, item) for item in value]
