@@ -64,7 +64,7 @@ class RunFolder:
         except ValueError as error:
             raise ValueError(f"{self.run_path}: not JSON: {error}") from error
         if not isinstance(run, dict):
-            raise ValueError(f"{self.run_path}: expected a JSON object, got {type(run).__name__}")
+            raise ValueError(f"{self.run_path}: expected a JSON object, got {type(run).__name__}")  # noqa: TRY004
         return run
 
     def append(self, record: dict[str, Any]) -> None:

@@ -1,0 +1,235 @@
+"""Loss runs: what a comparison knows of a run, from a run folder or event files, and which runs may be compared."""
+
+import warnings
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from omegaconf import OmegaConf
+
+from echo_megatron.config import PRESETS, EchoConfig
+from echo_megatron.run_folder import RunFolder
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+# What must agree before losses may be compared, and how a refusal calls it.
+FACTS = {
+    "data": "data fingerprint",
+    "batch": "global batch (sequences)",
+    "sequence": "sequence length (tokens)",
+    "seed": "seed",
+    "parameters": "model parameters",
+    "steps": "steps",
+    "precision": "precision",
+    "tensor_parallel": "tensor-parallel size",
+}
+
+
+class ComparisonRefused(ValueError):
+    """The runs do not differ in their communication alone; the message says in what and which flag lets them pass."""
+
+
+@dataclass
+class LossRun:
+    """One run's losses and facts.
+
+    Attributes:
+        path: where it was read.
+        name: its name.
+        source: "run folder", "Megatron-LM events" or "NeMo events".
+        tp_comm: name of its tensor-parallel communication; None for event files.
+        lr: peak learning rate; None when not recorded.
+        max_steps: steps it was to do; None when not recorded.
+        finished: None when not recorded.
+        facts: the entries of `FACTS` but "steps"; None where not recorded.
+        steps: int64 [n], strictly increasing, 1-based.
+        losses: float64 [n], nats a token; NaN or infinite where the run's was.
+        validation: {step: loss}.
+        tp_bytes: float64 [n], bytes that rank 0 sent for tensor parallelism in each step; None when not recorded.
+        tokens_per_s: float64 [n]; None when not recorded.
+        settings: the composed `tp_comm` options.
+        record: run.json.
+    """
+
+    path: Path
+    name: str
+    source: str
+    tp_comm: str | None
+    lr: float | None
+    max_steps: int | None
+    finished: bool | None
+    facts: dict[str, Any]
+    steps: IntArray
+    losses: FloatArray
+    validation: dict[int, float]
+    tp_bytes: FloatArray | None = None
+    tokens_per_s: FloatArray | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1])
+
+    @property
+    def progress(self) -> str:
+        """ "400", or "200 of 400, unfinished"."""
+        if self.finished is False:
+            return f"{self.last_step} of {self.max_steps}, {self.record.get('status', 'unfinished')}"
+        return str(self.last_step)
+
+    @property
+    def nonfinite_steps(self) -> list[int]:
+        """Steps whose loss is NaN or infinite."""
+        steps: list[int] = self.steps[~np.isfinite(self.losses)].tolist()
+        return steps
+
+    def fact(self, name: str) -> Any:
+        """The entry `name` of `FACTS`, or None."""
+        return self.progress if name == "steps" else self.facts[name]
+
+    def overrides(self) -> dict[str, Any]:
+        """The options in which the run's communication differs from the preset of its name."""
+        if self.tp_comm not in PRESETS:
+            return {}
+        preset = {key: _plain(value) for key, value in asdict(EchoConfig.preset(self.tp_comm)).items()}
+        return {key: value for key, value in self.settings.items() if key in preset and value != preset[key]}
+
+
+def load_run(path: str | Path) -> LossRun:
+    """Read a run folder (it has a run.json) or a folder of TensorBoard event files.
+
+    Raises:
+        FileNotFoundError: neither is there.
+        ValueError: a file is malformed, or there is no training loss yet.
+    """
+    from echo_megatron.event_files import has_event_files, load_event_folder
+
+    path = Path(path)
+    if (path / "run.json").exists():
+        return _load_run_folder(path)
+    if path.is_dir() and has_event_files(path):
+        return load_event_folder(path)
+    raise FileNotFoundError(f"{path}: expected a run folder (run.json, metrics.jsonl) or TensorBoard event files")
+
+
+def check_comparable(
+    runs: list[LossRun],
+    allow_different: tuple[str, ...] = (),
+    allow_unverified: bool = False,
+    paired_seeds: bool = False,
+) -> list[str]:
+    """Refuse runs that differ in more than their communication.
+
+    Args:
+        runs: two or more.
+        allow_different: entries of `FACTS` that may differ.
+        allow_unverified: let runs pass that do not record an entry.
+        paired_seeds: the seeds differ within the arms and agree between them, so they need not be equal.
+
+    Returns:
+        Remarks for the report: what differs or was not checked, although it was let pass.
+
+    Raises:
+        ComparisonRefused: naming every entry, its values and the flag that lets it pass.
+        ValueError: `allow_different` has an entry that is not one of `FACTS`.
+    """
+    if unknown := sorted(set(allow_different) - set(FACTS)):
+        raise ValueError(f"allow-different: expected some of {', '.join(FACTS)}, got {', '.join(unknown)}")
+    different, unverified = {}, {}
+    for name in FACTS:
+        values = [(run.name, run.fact(name)) for run in runs]
+        known = [value for _, value in values if value is not None]
+        if len(set(map(str, known))) > 1 and not (name == "seed" and paired_seeds):
+            different[name] = ", ".join(f"{run} {'not recorded' if value is None else value}" for run, value in values)
+        if len(known) < len(values):
+            unverified[name] = ", ".join(run for run, value in values if value is None)
+    refused = [f"{FACTS[name]} differs: {text}" for name, text in different.items() if name not in allow_different]
+    unchecked = [f"{FACTS[name]} is not recorded by {text}" for name, text in unverified.items()]
+    if refused or (unchecked and not allow_unverified):
+        lines = ["these runs cannot be compared as they are:", *(f"  {line}" for line in refused)]
+        if refused:
+            names = ",".join(name for name in different if name not in allow_different)
+            lines.append(f"  to compare them all the same: --allow-different {names}")
+        if unchecked and not allow_unverified:
+            lines += [*(f"  {line}" for line in unchecked), "  to compare them unchecked: --allow-unverified"]
+        raise ComparisonRefused("\n".join(lines))
+    return [f"{FACTS[name]} differs (allowed): {text}" for name, text in different.items()] + [
+        f"Not checked: {line}" for line in unchecked
+    ]
+
+
+def require_increasing(path: Path, steps: IntArray) -> None:
+    """Raise ValueError when there are no steps or one is before 1."""
+    if len(steps) == 0:
+        raise ValueError(f"{path}: no training loss yet")
+    if steps[0] < 1:
+        raise ValueError(f"{path}: training steps count from 1, got step {steps[0]}")
+
+
+def _load_run_folder(path: Path) -> LossRun:
+    folder = RunFolder(path)
+    record, train = folder.run(), folder.train()
+    steps = np.array([entry["step"] for entry in train], dtype=np.int64)
+    require_increasing(path, steps)
+    _require_loss(path, train)
+    data = record.get("data") or {}
+    tokens, seconds, tp_bytes = (_column(train, key) for key in ("tokens", "seconds", "tp_bytes"))
+    status = record.get("status")
+    return LossRun(
+        path=path,
+        name=record.get("name") or path.name,
+        source="run folder",
+        tp_comm=record.get("tp_comm"),
+        lr=record.get("lr"),
+        max_steps=record.get("max_steps"),
+        finished=status == "finished",
+        facts={
+            "data": data.get("fingerprint"),
+            "batch": record.get("global_batch_size"),
+            "sequence": record.get("sequence_length"),
+            "seed": record.get("seed"),
+            "parameters": record.get("parameters"),
+            "precision": record.get("precision"),
+            "tensor_parallel": record.get("tensor_parallel"),
+        },
+        steps=steps,
+        losses=np.array([entry["loss"] for entry in train], dtype=np.float64),
+        validation={entry["step"]: float(entry["loss"]) for entry in folder.validation()},
+        tp_bytes=tp_bytes,
+        tokens_per_s=None if tokens is None or seconds is None else np.diff(tokens, prepend=0.0) / seconds,
+        settings=_settings(path),
+        record=record,
+    )
+
+
+def _require_loss(path: Path, train: list[dict[str, Any]]) -> None:
+    for entry in train:
+        if not isinstance(entry.get("loss"), (int, float)):
+            raise ValueError(f"{path / 'metrics.jsonl'}: step {entry['step']} has no loss")
+
+
+def _column(records: list[dict[str, Any]], key: str) -> FloatArray | None:
+    if any(key not in record for record in records):
+        return None
+    return np.array([record[key] for record in records], dtype=np.float64)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    file = path / "config.yaml"
+    if not file.exists():
+        warnings.warn(f"{path}: no config.yaml, so options beside the name of tp_comm are not known", stacklevel=2)
+        return {}
+    config = OmegaConf.to_container(OmegaConf.load(file))
+    settings = config.get("tp_comm") if isinstance(config, dict) else None
+    return {str(key): value for key, value in settings.items()} if isinstance(settings, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value.name if isinstance(value, Enum) else value
