@@ -1,0 +1,63 @@
+# Needs make, sh and a Python 3.12 or 3.13, which scripts/find_python.sh finds. PYTHON=/path/to/python overrides it.
+
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+# A lock that changes, or an installation that failed, makes the next `make` install again: each stamp is written last.
+RUN_STAMP := .venv/.installed-run
+TEST_STAMP := .venv/.installed-test
+NEMO_STAMP := .venv-nemo/.installed
+INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirements/build.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help venv quickstart test lint format lock nemo-env clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(TEST_STAMP) ## .venv with everything to run, test and develop
+
+$(RUN_STAMP): requirements/run.txt $(INSTALLER)
+	@rm -f $@
+	@sh scripts/make_venv.sh .venv requirements/run.txt
+	@touch $@
+
+$(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
+	@rm -f $@
+	@sh scripts/make_venv.sh .venv requirements/test.txt
+	@touch $(RUN_STAMP) $@
+
+quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo communication, compare: runs/quickstart (ABLATION=1: two more arms)
+	@$(BIN)/python -m echo_megatron.quickstart --out $(or $(OUT),runs/quickstart) $(if $(filter-out 0,$(ABLATION)),--ablation) $(ARGS)
+
+test: lint ## environment, ruff, mypy and the whole test suite on CPU (PYTEST_ARGS="-k name")
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(TEST_STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(TEST_STAMP) ## rewrite the Python files in ruff's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# -c run.txt in test.in keeps the two in step. The header names no index, and no option of this machine's pip gets in.
+LOCK := CUSTOM_COMPILE_COMMAND="make lock" ../$(BIN)/python -m piptools compile --quiet --allow-unsafe --strip-extras \
+	--no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
+
+lock: $(TEST_STAMP) ## write requirements/*.txt anew from *.in; versions move only as far as they must (LOCK_ARGS=--upgrade)
+	cd requirements && for name in build run test nemo nemo_nodeps; do \
+		$(LOCK) $(LOCK_ARGS) --output-file $$name.txt $$name.in || exit 1; done
+
+nemo-env: $(NEMO_STAMP) ## .venv-nemo with NeMo 2.7.3 and megatron-core 0.15.3
+
+$(NEMO_STAMP): requirements/nemo.txt requirements/nemo_nodeps.txt $(INSTALLER)
+	@rm -f $@
+	@sh scripts/make_venv.sh .venv-nemo requirements/nemo.txt nodeps:requirements/nemo_nodeps.txt
+	@touch $@
+
+clean: ## remove environments, caches and build outputs (runs/ stays)
+	rm -rf .venv .venv-nemo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
