@@ -1,0 +1,122 @@
+"""Two-timescale error feedback (paper Sec. 5.1): one recurrence for both residuals, and its closed forms.
+
+The paper keeps two moving averages m1 (slow, beta1) and m2 (fast, beta2) of the residual u:
+
+    c = eta (a m1 + (1-a) m2)        x' = x + c        m_j <- beta_j m_j + (1 - beta_j) u
+
+The state kept here is (c, m2), which carries the same information, so that the entry of a call reads one tensor:
+
+    c  <- (beta1 c + eta (1-a) (beta2 - beta1) m2) + eta w_0 u,     w_0 = a (1-beta1) + (1-a) (1-beta2)
+    m2 <- beta2 m2 + (1-beta2) u
+
+Arithmetic is FP32 in this order; the state is stored as BF16 or FP32. At the first site of a pass nothing is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from echo_megatron.config import EchoConfig, StateDtype
+
+STATE_TORCH_DTYPE = {StateDtype.bf16: torch.bfloat16, StateDtype.fp32: torch.float32}
+
+
+class Compensator:
+    """The state of one pass direction; elementwise, so it serves one rank [n] or P simulated ranks [P, n].
+
+    Args:
+        config: eta, a, beta1, beta2 and the state's dtype.
+    """
+
+    def __init__(self, config: EchoConfig) -> None:
+        eta, a, beta1, beta2 = config.eta, config.a, config.beta1, config.beta2
+        self.correction_decay = beta1
+        self.correction_from_average = eta * (1 - a) * (beta2 - beta1)
+        self.correction_from_residual = eta * (a * (1 - beta1) + (1 - a) * (1 - beta2))
+        self.average_decay = beta2
+        self.average_from_residual = 1 - beta2
+        self.dtype = STATE_TORCH_DTYPE[config.state_dtype]
+        self.correction: Tensor | None = None
+        self.average: Tensor | None = None
+        self._fresh = True
+
+    def reset(self) -> None:
+        """Forgets the pass. The buffers stay allocated; the next site does not read them."""
+        self._fresh = True
+
+    @property
+    def is_fresh(self) -> bool:
+        """True at the first site of a pass: the correction is zero and nothing is read."""
+        return self._fresh
+
+    def apply(self, values: Tensor) -> Tensor:
+        """x' = x + c (paper Eqn. 10).
+
+        Args:
+            values: fp32 contribution in the working basis; another shape than the last site's starts a new pass.
+        """
+        if self.correction is None or self.correction.shape != values.shape or self.correction.device != values.device:
+            self.correction = torch.empty(values.shape, dtype=self.dtype, device=values.device)
+            self.average = torch.empty_like(self.correction)
+            self._fresh = True
+        return values if self._fresh else values + self.correction.to(torch.float32)
+
+    def update(self, residual: Tensor) -> None:
+        """Feeds the residual u back (paper Eqn. 11); fp32, the shape that `apply` saw."""
+        assert self.correction is not None and self.average is not None
+        correction = residual * self.correction_from_residual
+        average = residual * self.average_from_residual
+        if not self._fresh:
+            old_average = self.average.to(torch.float32)
+            kept = self.correction.to(torch.float32) * self.correction_decay + old_average * self.correction_from_average
+            correction = kept + correction
+            average = old_average * self.average_decay + average
+        self.correction.copy_(correction)
+        self.average.copy_(average)
+        self._fresh = False
+
+    def num_bytes(self) -> int:
+        """Device memory that the state holds."""
+        return sum(t.numel() * t.element_size() for t in (self.correction, self.average) if t is not None)
+
+
+# -- closed forms of the analysis (paper Secs. 5.2 and 6); tests hold the recurrence to them --------------------------------
+
+
+def weight(config: EchoConfig, age: int) -> float:
+    """w_r: the weight of an error `age` sites old in the correction (Eqn. 12)."""
+    a, beta1, beta2 = config.a, config.beta1, config.beta2
+    return a * (1 - beta1) * beta1**age + (1 - a) * (1 - beta2) * beta2**age
+
+
+def tail(config: EchoConfig, age: int) -> float:
+    """T_m = sum of w_r for r >= m: what of an error is still uncorrected at gain one after m sites."""
+    return config.a * config.beta1**age + (1 - config.a) * config.beta2**age
+
+
+def remaining(config: EchoConfig, age: int) -> float:
+    """phi_m: the fraction of an error that remains in the partial sum m sites later (Eqn. 13)."""
+    return 1 - config.eta * (1 - tail(config, age))
+
+
+def tail_sum(config: EchoConfig) -> float:
+    """1 + mu_w = sum of T_m, the window of errors that stays in the sum at gain one."""
+    return config.a / (1 - config.beta1) + (1 - config.a) / (1 - config.beta2)
+
+
+def tail_square_sum(config: EchoConfig) -> float:
+    """tau_2 = sum of T_m^2."""
+    a, beta1, beta2 = config.a, config.beta1, config.beta2
+    cross = 2 * a * (1 - a) / (1 - beta1 * beta2)
+    return a**2 / (1 - beta1**2) + cross + (1 - a) ** 2 / (1 - beta2**2)
+
+
+def source_bound(config: EchoConfig, num_sites: int, q: float) -> float:
+    """max_t |S_t| for any errors |delta_k| <= q over a pass of `num_sites` sites (Eqn. 21)."""
+    return (1 - config.eta) * num_sites * q + config.eta * tail_sum(config) * q
+
+
+def source_variance(config: EchoConfig, num_sites: int) -> float:
+    """E|S_N|^2 in units of q^2 for uncorrelated errors of variance q^2: sum of phi_m^2 (Eqn. 13)."""
+    return sum(remaining(config, age) ** 2 for age in range(num_sites))

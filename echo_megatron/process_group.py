@@ -1,0 +1,145 @@
+"""The process group that one linear all-reduces on: it knows its site, and everything but that all-reduce is the real group's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed import distributed_c10d
+
+from echo_megatron.communicator import Communicator
+from echo_megatron.sites import Site
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class EchoProcessGroup(dist.ProcessGroup):
+    """Stands in for the tensor-parallel group of one linear.
+
+    Megatron's and Transformer Engine's linears end in `torch.distributed.all_reduce(t, group=<the module's group>)`. This
+    group sends that call, when it is the site's sum of activations or gradients, to the communicator; every other
+    collective and every other all-reduce goes to the real group.
+
+    Args:
+        communicator: does the quantized all-reduce.
+        site: the site of this linear.
+        hidden_size: last dimension of the site's tensors; an all-reduce of another shape is not the site's.
+        is_active: tells whether the module's present phase (train, evaluate) is quantized.
+    """
+
+    def __init__(
+        self, communicator: Communicator, site: Site, hidden_size: int, is_active: Callable[[], bool]
+    ) -> None:
+        super().__init__(communicator.group.rank(), communicator.group.size())
+        self.communicator = communicator
+        self.real_group = communicator.group
+        self.site = site
+        self.hidden_size = hidden_size
+        self._is_active = is_active
+        self._register()
+
+    def takes(self, x: Tensor, op: dist.ReduceOp) -> bool:
+        """Whether this all-reduce is the site's own and large enough to quantize."""
+        return (
+            self._is_active()
+            and op == dist.ReduceOp.SUM
+            and x.dtype in _DTYPES
+            and x.dim() >= 2
+            and x.shape[-1] == self.hidden_size
+            and x.numel() > 0
+            and x.numel() * x.element_size() >= self.communicator.config.min_bytes
+        )
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = dist.AllreduceOptions() if opts is None else opts
+        if len(tensors) != 1 or not self.takes(tensors[0], opts.reduceOp):
+            return self.real_group.allreduce(tensors, opts)
+        try:
+            tensors[0].copy_(self.communicator.all_reduce(tensors[0], self.site))
+        except Exception:
+            logger.exception("echo: %s failed on rank %d", self.site, self.rank())
+            raise
+        return _completed(tensors)
+
+    def getBackendName(self) -> str:  # noqa: N802 - the name is PyTorch's
+        return self.real_group.name()
+
+    # Everything else is the real group's. PyTorch calls these with positional arguments only.
+
+    def allreduce_coalesced(self, *args: Any) -> dist.Work:
+        return self.real_group.allreduce_coalesced(*args)
+
+    def allgather(self, *args: Any) -> dist.Work:
+        return self.real_group.allgather(*args)
+
+    def _allgather_base(self, *args: Any) -> dist.Work:
+        return self.real_group._allgather_base(*args)
+
+    def allgather_into_tensor_coalesced(self, *args: Any) -> dist.Work:
+        return self.real_group.allgather_into_tensor_coalesced(*args)
+
+    def reduce_scatter(self, *args: Any) -> dist.Work:
+        return self.real_group.reduce_scatter(*args)
+
+    def _reduce_scatter_base(self, *args: Any) -> dist.Work:
+        return self.real_group._reduce_scatter_base(*args)
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any) -> dist.Work:
+        return self.real_group.reduce_scatter_tensor_coalesced(*args)
+
+    def alltoall_base(self, *args: Any) -> dist.Work:
+        return self.real_group.alltoall_base(*args)
+
+    def alltoall(self, *args: Any) -> dist.Work:
+        return self.real_group.alltoall(*args)
+
+    def broadcast(self, *args: Any) -> dist.Work:
+        return self.real_group.broadcast(*args)
+
+    def reduce(self, *args: Any) -> dist.Work:
+        return self.real_group.reduce(*args)
+
+    def gather(self, *args: Any) -> dist.Work:
+        return self.real_group.gather(*args)
+
+    def scatter(self, *args: Any) -> dist.Work:
+        return self.real_group.scatter(*args)
+
+    def send(self, *args: Any) -> dist.Work:
+        return self.real_group.send(*args)
+
+    def recv(self, *args: Any) -> dist.Work:
+        return self.real_group.recv(*args)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        return self.real_group.barrier(dist.BarrierOptions() if opts is None else opts)
+
+    def _register(self) -> None:
+        """Lets `torch.distributed` answer for this group: its backend, this rank in it, its ranks.
+
+        Without it `get_rank(group)` fails, and PyTorch's own error logging replaces an error of a collective by
+        "group not registered".
+        """
+        world = distributed_c10d._world
+        world.pg_map[self] = world.pg_map[self.real_group]
+        world.pg_group_ranks[self] = world.pg_group_ranks[self.real_group]
+
+    def unregister(self) -> None:
+        """Undoes the registration."""
+        distributed_c10d._world.pg_map.pop(self, None)
+        distributed_c10d._world.pg_group_ranks.pop(self, None)
+
+
+def _completed(tensors: list[Tensor]) -> dist.Work:
+    """A handle whose work is already ordered on the caller's stream."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future)

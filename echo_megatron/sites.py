@@ -1,0 +1,52 @@
+"""A site: one all-reduce of a pass; and the clock that tells where a pass begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo_megatron.config import Direction
+
+
+@dataclass(frozen=True)
+class Site:
+    """One quantized all-reduce of a pass.
+
+    Attributes:
+        idx: position in the order in which the pass of its direction visits the sites of its chunk, from 0.
+        direction: the pass.
+        name: what errors and tables call it, e.g. `decoder.layers.3.mlp.linear_fc2`.
+        bits: bits of a code.
+        chunk: the model chunk (virtual pipeline stage) it belongs to.
+    """
+
+    idx: int
+    direction: Direction
+    name: str = ""
+    bits: int = 4
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.direction.name} site {self.idx} of chunk {self.chunk}{f' ({self.name})' if self.name else ''}"
+
+
+class PassClock:
+    """Tells the first call of a pass from the order of the calls alone: no hooks on layers.
+
+    On one rank, passes of one direction never overlap in any schedule of Megatron-core, so a pass begins when the site
+    index does not increase or the model chunk changes, and always at site 0. An aborted pass is thus left behind by the
+    next one.
+    """
+
+    def __init__(self) -> None:
+        self._chunk: int | None = None
+        self._last_idx = -1
+
+    def tick(self, site: Site) -> bool:
+        """Notes the call and returns whether it begins a pass."""
+        begins = site.idx == 0 or site.chunk != self._chunk or site.idx <= self._last_idx
+        self._chunk, self._last_idx = site.chunk, site.idx
+        return begins
+
+    def invalidate(self) -> None:
+        """The next call begins a pass, whatever its site."""
+        self._chunk, self._last_idx = None, -1
