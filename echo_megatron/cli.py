@@ -1,0 +1,97 @@
+"""The command `echo-megatron`: `pretrain` (Hydra), `compare`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+USAGE = """usage: echo-megatron COMMAND …
+
+  pretrain [GROUP=OPTION] [KEY=VALUE] …   pretrain a GPT; e.g. experiment=quickstart tp_comm=echo4 trainer.max_steps=100
+                                          --help lists groups and keys, --cfg job prints the composed configuration
+  compare RUN…                            loss curves and table of run folders; --help lists its options
+
+Exit status: 0 finished, or stopped by a signal with a checkpoint saved; 2 refused, the message says why; 3 the loss was
+not finite; anything else: a process failed."""
+
+
+def config_dir() -> Path:
+    """The Hydra configuration: inside the installed package, or beside it in a checkout.
+
+    Raises:
+        FileNotFoundError: it is in neither place.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "configs", package.parent / "configs"):
+        if (folder / "pretrain.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"configs/pretrain.yaml: expected in {package} or {package.parent}; install the package again")
+
+
+def pretrain(arguments: Sequence[str]) -> int:
+    """Compose the configuration from `arguments` (Hydra overrides and flags) and train, once or once a job of a multirun."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    from echo_megatron.pretrain.schema import PretrainConfig, register_configs
+
+    register_configs()
+    statuses: list[int] = []
+    under_torchrun = "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+    def job(composed: Any) -> None:
+        try:
+            config = OmegaConf.to_object(composed)
+            assert isinstance(config, PretrainConfig)
+            if not under_torchrun:
+                from echo_megatron.pretrain.launch import launch
+
+                statuses.append(launch(config))
+                return
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise ValueError("--multirun: start echo-megatron plain, not under torchrun; it starts torchrun for each job")
+            from echo_megatron.pretrain.worker import run_worker
+
+            statuses.append(run_worker(config))
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            statuses.append(2)
+
+    previous, sys.argv = sys.argv, ["echo-megatron pretrain", *arguments]
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="pretrain")(job)()
+    finally:
+        sys.argv = previous
+    return max(statuses, key=abs, default=0)  # --help and --cfg run no job
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Compare run folders; see `echo_megatron.report`."""
+    from echo_megatron.report import main as report_main
+
+    return report_main(list(arguments))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"pretrain": pretrain, "compare": compare}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    command, *rest = arguments
+    if command not in COMMANDS:
+        print(f"error: expected a command, one of {', '.join(COMMANDS)}; got {command!r}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    return COMMANDS[command](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The thin pretraining loop: Megatron-core's model, dataset, optimizer, scheduler and checkpoint, assembled."""

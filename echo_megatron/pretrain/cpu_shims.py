@@ -1,0 +1,125 @@
+"""Everything that Megatron-core needs in order to run on a CPU, in one place; nothing is changed where CUDA is used.
+
+Megatron-core takes CUDA for granted. Found one at a time by running without them:
+
+1. `torch.cuda.current_device()` names the device of rotary embeddings, DDP buffers and pipeline messages.
+2. The CUDA random-number tracker seeds and forks CUDA generators; attention dropout forks it even at p = 0.
+3. Activation recompute saves and restores the CUDA generator.
+4. Factory calls with `device="cuda"`, `.cuda()`, `pin_memory=True` (`FP32Optimizer`, gradient clipping, checkpointing).
+5. Gradient clipping asserts that `grad.type()` is `torch.cuda.FloatTensor`.
+6. DDP's gradient reduction and the pipeline's point-to-point calls use `torch.cuda.current_stream()` and `synchronize()`.
+
+`TransformerConfig(use_cpu_initialization=True)` is the seventh; `model.py` sets it on every device, because it also
+makes the initial weights independent of the tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_installed = False
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Sends tensor factories and copies that name a CUDA device to the CPU (4) and answers `Tensor.type()` as asked for (5)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            args = (args[0], "cpu", *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+class _NullStream:
+    """Stands for the current CUDA stream where work is done when it is called (6)."""
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> _NullStream:
+        return self
+
+
+def install_cpu_shims() -> None:
+    """Make Megatron-core run on the CPU in this process, for good. Call before a model is built; calling twice is harmless."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    class CpuRngStatesTracker(megatron_random.CudaRNGStatesTracker):
+        """Megatron's tracker with its contract, on the CPU generator (2)."""
+
+        def add(self, name: str, seed: int) -> None:
+            self._is_initialized = True
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random-number state {name!r} or seed {seed} is already there")
+            self.seeds_.add(seed)
+            before = torch.get_rng_state()
+            torch.manual_seed(seed)
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+        @contextlib.contextmanager
+        def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            before = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(before)
+
+    null_stream = _NullStream()
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *args, **kwargs: null_stream  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # (3)
+    megatron_random._set_cuda_rng_state = lambda *args, **kwargs: None
+    _CudaToCpu().__enter__()
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, and Megatron's tracker for this tensor- and pipeline-parallel rank.
+
+    Args:
+        seed: the run's seed; offsets are Megatron's own. Model parallelism has to be initialized.
+    """
+    import random
+
+    import numpy as np
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if not _installed:
+        megatron_random.model_parallel_cuda_manual_seed(seed)
+        return
+    tracker = megatron_random.get_cuda_rng_tracker()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    tracker.reset()
+    tracker.add(megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tp_rank)
+    tracker.add(megatron_random._DATA_PARALLEL_RNG_TRACKER_NAME, seed)
+    tracker.add(megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME, seed + 1024 + 100 + tp_rank)

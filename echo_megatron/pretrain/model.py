@@ -1,0 +1,112 @@
+"""Qwen3-shaped GPT from Megatron-core's local layer spec, wrapped in Megatron's data-parallel class."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from echo_megatron.pretrain.attention import SdpaCoreAttention
+from echo_megatron.pretrain.schema import ModelConfig, PretrainConfig, Recompute
+
+
+def num_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
+    """Parameters of the whole model, from its sizes alone."""
+    query = model.num_attention_heads * model.kv_channels
+    key_value = 2 * model.num_query_groups * model.kv_channels
+    attention = model.hidden_size * (query + key_value) + query * model.hidden_size + 2 * model.kv_channels
+    mlp = 3 * model.hidden_size * model.ffn_hidden_size
+    norms = 2 * model.hidden_size
+    embeddings = padded_vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    return embeddings + model.num_layers * (attention + mlp + norms) + model.hidden_size
+
+
+def transformer_config(config: PretrainConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of the model.
+
+    Args:
+        config: the run.
+        dtype: torch.bfloat16 or torch.float32, of parameters and activations.
+    """
+    model, trainer = config.model, config.trainer
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.layernorm_epsilon,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=partial(torch.nn.init.normal_, mean=0.0, std=model.init_std),
+        output_layer_init_method=partial(
+            torch.nn.init.normal_, mean=0.0, std=model.init_std / math.sqrt(2 * model.num_layers)
+        ),
+        init_method_std=model.init_std,
+        # On GPUs too: initial weights then do not depend on the tensor-parallel size or the device.
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=trainer.tensor_parallel,
+        pipeline_model_parallel_size=trainer.pipeline_parallel,
+        sequence_parallel=False,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        deterministic_mode=trainer.deterministic,
+        # Kernels of Apex, which is not installed.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **(recompute if model.recompute is Recompute.full else {}),
+    )
+
+
+def layer_spec() -> ModuleSpec:
+    """Megatron's local layer with `SdpaCoreAttention`."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
+    return spec
+
+
+def build_gpt(config: PretrainConfig, dtype: torch.dtype) -> GPTModel:
+    """This rank's part of the model, on the CPU, freshly initialized. Model parallelism has to be initialized."""
+    return GPTModel(
+        config=transformer_config(config, dtype),
+        transformer_layer_spec=layer_spec(),
+        vocab_size=config.data.padded_vocab_size,
+        max_sequence_length=config.model.sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_base=config.model.rotary_base,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+    )
+
+
+def build_model(config: PretrainConfig, dtype: torch.dtype, device: torch.device) -> list[DistributedDataParallel]:
+    """The model chunks that Megatron's schedules take: one, on `device`, with FP32 gradients summed over data-parallel ranks."""
+    gpt = build_gpt(config, dtype).to(device)
+    megatron_config = gpt.config
+    megatron_config.finalize_model_grads_func = finalize_model_grads
+    module = Float16Module(megatron_config, gpt) if dtype is torch.bfloat16 else gpt
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+    )
+    chunk = DistributedDataParallel(megatron_config, ddp_config, module)
+    chunk.broadcast_params()
+    return [chunk]

@@ -1,0 +1,112 @@
+"""`config.yaml` and `run.json` of a run: what was run, on what, and how it ended."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from echo_megatron.pretrain.model import num_parameters
+from echo_megatron.pretrain.preflight import Plan
+from echo_megatron.pretrain.run_log import tokens_per_second
+from echo_megatron.pretrain.schema import PretrainConfig, tp_comm_name
+from echo_megatron.run_folder import RunFolder, write_atomic
+
+
+class RunRecord:
+    """Writes config.yaml and run.json of one run; on rank 0 only."""
+
+    def __init__(self, config: PretrainConfig, plan: Plan, device: torch.device):
+        self.folder = RunFolder(config.run_dir)
+        self._config = config
+        trainer = config.trainer
+        self._run: dict[str, Any] = {
+            "name": config.name,
+            "tp_comm": tp_comm_name(config.tp_comm),
+            "seed": config.seed,
+            "data": plan.data,
+            "global_batch_size": trainer.global_batch_size,
+            "sequence_length": config.model.sequence_length,
+            "tensor_parallel": trainer.tensor_parallel,
+            "pipeline_parallel": trainer.pipeline_parallel,
+            "data_parallel": trainer.data_parallel,
+            "precision": str(plan.dtype).removeprefix("torch."),
+            "model": config.model.name,
+            "parameters": num_parameters(config.model, config.data.padded_vocab_size),
+            "lr": config.optim.lr,
+            "max_steps": trainer.max_steps,
+            "machine": _machine(device),
+            "versions": _versions(),
+            "commit": _commit(),
+            "command": " ".join(sys.argv),
+        }
+
+    def start(self, first_step: int, communication: str) -> str:
+        """Write both files with status "running"; returns what to print."""
+        text = OmegaConf.to_yaml(OmegaConf.structured(self._config), resolve=True)
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder.path / "config.yaml", text)
+        self._write("running", None)
+        run = self._run
+        lines = [
+            f"{self.folder.path}: {run['parameters']:,} parameters, {run['tp_comm']}, {run['precision']}, TP={run['tensor_parallel']} "
+            f"PP={run['pipeline_parallel']} DP={run['data_parallel']}, {run['data']['name']} ({run['data']['tokens']:,} tokens)"
+        ]
+        tokens = run["max_steps"] * run["global_batch_size"] * run["sequence_length"]
+        if tokens > run["data"]["tokens"]:
+            lines.append(f"the run reads its data {tokens / run['data']['tokens']:.1f} times")
+        if first_step > 1:
+            lines.append(f"resuming after step {first_step - 1}")
+        return "\n".join((*lines, *filter(None, (communication,))))
+
+    def end(self, status: str, reason: str | None) -> str:
+        """Write the final status; returns what to print."""
+        self._write(status, reason)
+        hint = "" if status == "finished" else "; the same command goes on from the last checkpoint"
+        return f"{self.folder.path}: {status}{f' ({reason})' if reason else ''}{hint}"
+
+    def _write(self, status: str, reason: str | None) -> None:
+        records = self.folder.train()
+        tp_bytes = [record["tp_bytes"] for record in records if record.get("tp_bytes") is not None]
+        tokens = self._run["global_batch_size"] * self._run["sequence_length"]
+        self.folder.write_run(
+            {
+                **self._run,
+                "status": status,
+                "reason": reason,
+                "tp_bytes_per_step": sorted(tp_bytes)[len(tp_bytes) // 2] if tp_bytes else None,
+                "tokens_per_s": tokens_per_second(records, tokens),
+            }
+        )
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"platform": platform.platform(), "processor": platform.machine(), "device": device.type, "gpu": accelerator}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("echo-megatron", "torch", "megatron-core"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this file lies in, with "+" where it has been changed; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if changed else "")

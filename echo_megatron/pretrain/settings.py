@@ -1,0 +1,61 @@
+"""Which settings decide a run's numbers: a run may be resumed only with the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from echo_megatron.pretrain.schema import PretrainConfig
+
+# Where the run is kept, what it prints and when it saves: free to change.
+FREE = (
+    *("name", "runs_dir", "data.cache_dir", "data.prepare", "data.name", "model.name"),
+    *("trainer.val_interval", "trainer.val_batches", "trainer.save_interval", "trainer.keep_checkpoints"),
+    *("trainer.log_interval", "trainer.max_nonfinite_steps", "trainer.resume", "trainer.accept_changes", "trainer.timeout_s"),
+    # What they resolve to is compared.
+    *("trainer.device", "trainer.precision"),
+    "tp_comm.timeout_s",
+)
+
+
+def run_settings(config: PretrainConfig, extra: dict[str, Any]) -> dict[str, Any]:
+    """Every setting that decides the run's numbers, by its dotted name.
+
+    Args:
+        config: the run.
+        extra: what the configuration does not say, e.g. the data's fingerprint.
+    """
+    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
+    flat = dict(_flatten(plain))
+    # The fingerprint says which tokens; where they lie is free.
+    for name in (*FREE, "data.train_prefix", "data.validation_prefix"):
+        flat.pop(name, None)
+    return {**flat, **extra}
+
+
+def check_same(saved: dict[str, Any], current: dict[str, Any], accept: list[str], where: str) -> None:
+    """Raise where a setting differs from the run's that is to be resumed.
+
+    Raises:
+        ValueError: names every setting, with the run's value and the one given.
+    """
+    different = [
+        f"  {name}: the run has {saved.get(name)!r}, got {current.get(name)!r}"
+        for name in sorted(saved.keys() | current.keys())
+        if saved.get(name) != current.get(name) and not any(name == part or name.startswith(f"{part}.") for part in accept)
+    ]
+    if different:
+        raise ValueError(
+            f"{where} was run with other settings, so it cannot be resumed with these:\n" + "\n".join(different) + "\n"
+            "Give the run's own values, choose another `name`, or list what may change in trainer.accept_changes."
+        )
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _flatten(entry, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
