@@ -1,8 +1,8 @@
 """A run folder: `run.json` says what was run, `metrics.jsonl` what came out, one JSON object a line.
 
-`metrics.jsonl` is append-only and flushed at every line, so that a killed run keeps all it had finished. Floats are written
-with `repr`, so they read back bit for bit. JSON has no NaN: a non-finite number is written as `null` and its line carries
-`"nonfinite": true`; a `None` is not written at all, so every `null` in the file is a number that was NaN or infinite.
+`metrics.jsonl` is append-only and flushed at every line, so that a killed run keeps all it had finished. Floats are
+written with `repr`, so they read back bit for bit. JSON has no NaN: a non-finite number is written as `null` and its
+line carries `"nonfinite": true`; a `None` is not written at all, so every `null` in the file was NaN or infinite.
 """
 
 import json
@@ -18,18 +18,19 @@ KINDS = ("train", "validation")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Replace `path` by `text`: whoever reads it, also after a crash, finds the old text or the new one, never a part."""
+    """Replace `path` by `text`: a reader, also one after a crash, finds the old text or the new one, never a part."""
     path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it 0600; a run folder is as readable as its neighbours
-        os.replace(temporary, path)
+        temporary.chmod(0o666 & ~_umask())  # mkstemp makes it 0600; a run folder is as readable as its neighbours
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
 
@@ -50,7 +51,7 @@ class RunFolder:
     def write_run(self, run: dict[str, Any]) -> None:
         """Replace `run.json` atomically; non-finite floats become null."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.run_path, json.dumps(_finite(run), indent=2, allow_nan=False) + "\n")
+        write_atomic(self.run_path, json.dumps(finite(run), indent=2, allow_nan=False) + "\n")
 
     def run(self) -> dict[str, Any]:
         """What `write_run` wrote.
@@ -64,7 +65,7 @@ class RunFolder:
         except ValueError as error:
             raise ValueError(f"{self.run_path}: not JSON: {error}") from error
         if not isinstance(run, dict):
-            raise ValueError(f"{self.run_path}: expected a JSON object, got {type(run).__name__}")  # noqa: TRY004
+            raise ValueError(f"{self.run_path}: expected a JSON object, got {type(run).__name__}")
         return run
 
     def append(self, record: dict[str, Any]) -> None:
@@ -93,11 +94,11 @@ class RunFolder:
         self._file.flush()
 
     def truncate(self, step: int) -> None:
-        """Drop every record after `step` atomically; a run resumed from the checkpoint of `step` then adds each step once."""
+        """Drop every record after `step`, atomically: a run resumed from there then adds each step once."""
         self.close()
         if not self.metrics_path.exists():
             return
-        kept = [json.dumps(_finite(record)) for _, record in self._records() if record["step"] <= step]
+        kept = [json.dumps(finite(record)) for _, record in self._records() if record["step"] <= step]
         write_atomic(self.metrics_path, "".join(line + "\n" for line in kept))
 
     def train(self) -> list[dict[str, Any]]:
@@ -132,7 +133,7 @@ class RunFolder:
         return records
 
     def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(line number, record); drops a last line that a kill has cut, with a warning. Any other bad line is an error."""
+        """(line number, record). A last line that a kill has cut is dropped with a warning; others are errors."""
         if not self.metrics_path.exists():
             return
         with self.metrics_path.open("rb") as file:
@@ -180,11 +181,12 @@ def _is_nonfinite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with None for every float in it that JSON cannot hold."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
+        return [finite(entry) for entry in value]
     return None if _is_nonfinite(value) else value
 
 
