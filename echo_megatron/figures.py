@@ -68,18 +68,18 @@ def _draw_full(axes: Axes, arms: list[Arm], styles: dict[str, dict], windows: Wi
         axes.plot(steps, mean, label=_legend_label(arm), **styles[arm.label])
         _mark_nonfinite(axes, arm, styles[arm.label]["color"])
         # The first steps fall from ln(vocabulary) and would flatten all that follows.
-        shown = mean[(steps > 0.03 * steps[-1]) & np.isfinite(mean)]
+        shown = mean[(steps > 0.05 * steps[-1]) & np.isfinite(mean)]
         highest += [shown.max()] if len(shown) else []
         lowest += [shown.min()] if len(shown) else []
     axes.axvspan(windows.end - windows.panel, windows.end, color="0.9", zorder=0, linewidth=0)
     if highest:
         _limit(axes, min(lowest), max(highest))
     axes.set_ylabel("training loss (nats/token)")
-    axes.set_title(f"full run, {_steps(windows.curve)} moving average", fontsize=10)
+    axes.set_title(f"full run (y clipped), {_steps(windows.curve)} average", fontsize=10)
     handles, _ = axes.get_legend_handles_labels()
     if any(run.nonfinite_steps for arm in arms for run in arm.runs):
         handles.append(Line2D([], [], color="0.3", marker="x", linestyle="none", label="loss not finite"))
-    axes.legend(handles=handles, loc="upper right", fontsize=8.5, framealpha=0.9, edgecolor="none", handlelength=3)
+    axes.legend(handles=handles, loc="upper right", fontsize=8.5, frameon=False, handlelength=3)
 
 
 def _draw_tail(axes: Axes, arms: list[Arm], styles: dict[str, dict], windows: Windows) -> None:
@@ -112,8 +112,9 @@ def _draw_difference(axes: Axes, arms: list[Arm], baseline: Arm, styles: dict[st
         if arm is baseline:
             continue
         steps, rows = difference_curve(arm, baseline)
-        smooth = np.stack([moving_average(steps, row, windows.band)[0] for row in rows])
-        mean = smooth.mean(axis=0)
+        full = steps >= steps[0] + windows.band - 1  # averages over fewer steps jump about at the start
+        smooth = np.stack([moving_average(steps, row, windows.band)[0] for row in rows])[:, full]
+        steps, mean = steps[full], smooth.mean(axis=0)
         error = smooth.std(axis=0, ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else np.zeros_like(mean)
         colour = styles[arm.label]["color"]
         if len(paired_runs(arm, baseline)) > 1:
@@ -124,8 +125,8 @@ def _draw_difference(axes: Axes, arms: list[Arm], baseline: Arm, styles: dict[st
         edges += [*(mean - error)[shown], *(mean + error)[shown]]
     _limit(axes, min(edges), max(edges))
     axes.set_ylabel(f"loss − loss of {baseline.label} (nats/token)")
-    band = ", ± standard error" if with_error else ""
-    axes.set_title(f"difference to {baseline.label}, {_steps(windows.band)} average{band}", fontsize=10)
+    band = " ± standard error" if with_error else ""
+    axes.set_title(f"difference{band}, {_steps(windows.band)} average", fontsize=10)
 
 
 def _band(steps: IntArray, losses: FloatArray, window: int) -> tuple[FloatArray, FloatArray]:

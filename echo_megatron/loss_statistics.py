@@ -48,7 +48,8 @@ class Statistic:
 
     @classmethod
     def of(cls, values: list[float]) -> "Statistic":
-        sd = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+        with np.errstate(invalid="ignore"):  # infinite losses are legal, their spread is NaN
+            sd = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
         return cls(float(np.mean(values)), sd, len(values))
 
 
@@ -73,7 +74,8 @@ class Difference:
         error: standard error of the mean over seeds; NaN with one seed.
         n: pairs of runs with the same seed, or runs of the smaller arm when unpaired.
         paired: the runs were subtracted seed by seed.
-        exceeds_noise: |mean| is above the two-sided 95 % bound of Student's t; None when one seed cannot tell.
+        bound: two-sided 95 % bound of Student's t on the noise of seeds; NaN with one seed.
+        exceeds_noise: |mean| is above `bound`; None when one seed cannot tell.
     """
 
     arm: str
@@ -82,6 +84,7 @@ class Difference:
     error: float
     n: int
     paired: bool
+    bound: float
     exceeds_noise: bool | None
 
     def sentence(self) -> str:
@@ -94,7 +97,7 @@ class Difference:
             return f"{text} ({reason})"
         how = f"paired over {self.n} seeds" if self.paired else f"unpaired, at least {self.n} seeds an arm"
         verdict = "larger than the noise of seeds" if self.exceeds_noise else "drowns in the noise of seeds"
-        return f"{text} ± {self.error:.4f} (standard error, {how}): {verdict}"
+        return f"{text} ± {self.error:.4f} (standard error, {how}; 95 % bound {self.bound:.4f}): {verdict}"
 
 
 def group_arms(runs: list[LossRun]) -> list[Arm]:
@@ -176,7 +179,8 @@ def difference_curve(arm: Arm, other: Arm) -> tuple[IntArray, FloatArray]:
     steps = pairs[0][0].steps
     for run in (run for pair in pairs for run in pair):
         steps = np.intersect1d(steps, run.steps)
-    rows = [a.losses[np.isin(a.steps, steps)] - b.losses[np.isin(b.steps, steps)] for a, b in pairs]
+    with np.errstate(invalid="ignore"):
+        rows = [a.losses[np.isin(a.steps, steps)] - b.losses[np.isin(b.steps, steps)] for a, b in pairs]
     return steps, np.stack(rows)
 
 
@@ -190,7 +194,7 @@ def tail_difference(arm: Arm, other: Arm, windows: Windows) -> Difference:
     mean = Statistic.of(tails).mean - Statistic.of(other_tails).mean
     smaller = min(len(tails), len(other_tails))
     if smaller < 2:
-        return Difference(arm.label, other.label, mean, math.nan, smaller, bool(pairs), None)
+        return Difference(arm.label, other.label, mean, math.nan, smaller, bool(pairs), math.nan, None)
     parts = [Statistic.of(side).sd ** 2 / len(side) for side in (tails, other_tails)]
     total = sum(parts)
     degrees = sum(part**2 / (len(side) - 1) for part, side in zip(parts, (tails, other_tails), strict=True))
@@ -206,8 +210,9 @@ def all_differences(arms: list[Arm], baseline: Arm, windows: Windows) -> list[Di
 
 
 def _difference(arm: Arm, other: Arm, mean: float, error: float, n: int, paired: bool, freedom: int) -> Difference:
-    exceeds = abs(mean) > _t95(freedom) * error if math.isfinite(mean) else None
-    return Difference(arm.label, other.label, mean, error, n, paired, exceeds)
+    bound = _t95(freedom) * error
+    exceeds = abs(mean) > bound if math.isfinite(mean) else None
+    return Difference(arm.label, other.label, mean, error, n, paired, bound, exceeds)
 
 
 def _t95(freedom: int) -> float:
@@ -226,7 +231,7 @@ def _description(run: LossRun) -> dict[str, Any]:
 
 
 def _labels(arms: list[list[LossRun]]) -> list[str]:
-    """tp_comm and the options that differ from its preset; then what tells equal labels apart; then the run's name."""
+    """The name of the communication; then what tells equal labels apart; then the run's name."""
     labels = [_label(group[0]) for group in arms]
     for label in {label for label in labels if labels.count(label) > 1}:
         places = [place for place, found in enumerate(labels) if found == label]
@@ -244,9 +249,8 @@ def _labels(arms: list[list[LossRun]]) -> list[str]:
 def _label(run: LossRun) -> str:
     if run.tp_comm is None:
         return run.name
-    overrides = run.overrides()
-    parts = ["no compensation" if (key, value) == ("eta", 0) else f"{key}={value}" for key, value in overrides.items()]
-    return ", ".join([run.tp_comm, *parts])
+    words = ("without compensation" if word in ("eta=0", "eta=0.0") else word for word in run.tp_comm.split())
+    return " ".join(words)
 
 
 def _short(value: Any) -> str:

@@ -171,15 +171,9 @@ def _remarks(runs: list[LossRun], windows: Windows) -> list[str]:
     for run in runs:
         if run.source != "run folder":
             remarks.append(f"{run.name} is read from {run.source}, which record neither TP bytes nor tokens/s.")
-    for name, consequence in (
-        ("machine", ", so tokens/s do not compare"),
-        ("versions", ""),
-        ("commit", ""),
-    ):
+    for name, consequence in (("machine", ", so tokens/s do not compare"), ("versions", ""), ("commit", "")):
         if len({str(run.record[name]) for run in runs if name in run.record}) > 1:
-            remarks.append(
-                f"The runs' {name} differ{'s' if name != 'versions' else ''}{consequence}; see the list of runs."
-            )
+            remarks.append(f"The runs differ in {name}{consequence}; see the list of runs.")
     if any(run.facts["precision"] == "fp32" for run in runs):
         remarks.append(
             "In fp32 uncompressed communication sends 32 bits a value; against bf16 the ratios would double."

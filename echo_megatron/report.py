@@ -70,6 +70,8 @@ def compare(
     """
     if len(paths) < 2:
         raise ValueError(f"expected two runs or more, got {len(paths)}")
+    if tail_panel < 2:
+        raise ValueError(f"tail panel: expected two steps or more, got {tail_panel}")
     runs = [load_run(path) for path in paths]
     _name_apart(runs)
     arms = group_arms(runs)
@@ -123,9 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`scripts/compare_loss.py`."""
-    parser = argparse.ArgumentParser(prog="compare_loss", description=__doc__)
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """`echo-megatron compare` and `scripts/compare_loss.py`; `prog` is the name in the usage text."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add_arguments(parser)
     return run(parser.parse_args(argv))
 
