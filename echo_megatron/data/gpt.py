@@ -14,7 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from echo_megatron.data.files import exclusive_lock
-from echo_megatron.data.indexed import IndexedSummary, check_indexed_dataset
+from echo_megatron.data.indexed import IndexedSummary, check_indexed_dataset, sequence_lengths
 from echo_megatron.data.manifest import PreparedData, dataset_fingerprint
 from echo_megatron.data.tokenizer import DatasetTokenizer
 
@@ -48,7 +48,9 @@ class DatasetSource:
             ValueError: it has no validation split.
         """
         if data.validation is None:
-            raise ValueError(f"{data.folder}: has no validation split; prepare it with --validation-every or --validation-tokens")
+            raise ValueError(
+                f"{data.folder}: has no validation split; prepare it with --validation-every or --validation-tokens"
+            )
         identity = data.fingerprint if data.tokenizer is None else str(data.tokenizer.name)
         tokenizer = DatasetTokenizer(data.vocab_size, data.eod, identity)
         return cls([data.train], tokenizer, data.fingerprint, validation=[data.validation])
@@ -143,7 +145,9 @@ def build_datasets(
         create_attention_mask=create_attention_mask,
         **blends,
     )
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, [num_train_samples, num_validation_samples, 0], lambda: True, config)
+    builder = BlendedMegatronDatasetBuilder(
+        GPTDataset, [num_train_samples, num_validation_samples, 0], lambda: True, config
+    )
     train, validation = _build_with_cache(builder, cache)
     return train, validation
 
@@ -161,11 +165,15 @@ def _together(action: Any) -> Any:
     except Exception as caught:
         error = caught
     if dist.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        )
         failed = torch.tensor([int(error is not None)], device=device)
         dist.all_reduce(failed)
         if error is None and failed.item():
-            raise RuntimeError(f"the data could not be opened on {int(failed.item())} other rank(s); their message says why")
+            raise RuntimeError(
+                f"the data could not be opened on {int(failed.item())} other rank(s); their message says why"
+            )
     if error is not None:
         raise error
     return result
@@ -204,18 +212,22 @@ def _require_split(source: DatasetSource, sequence_length: int) -> None:
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
     )
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     parts = str(source.split).split(",")
     try:
         weights = [float(part) for part in parts]
     except ValueError:
         weights = []
-    if len(weights) not in (2, 3) or any(weight < 0 for weight in weights) or min(weights[:2]) <= 0 or sum(weights[2:]) > 0:
+    if (
+        len(weights) not in (2, 3)
+        or any(weight < 0 for weight in weights)
+        or min(weights[:2]) <= 0
+        or sum(weights[2:]) > 0
+    ):
         raise ValueError(f"split: expected positive weights 'train,validation' such as '99,1', got {source.split!r}")
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(str(source.split)))
     for prefix in source.train:
-        lengths = IndexedDataset(str(prefix)).sequence_lengths.copy()
+        lengths = sequence_lengths(prefix)
         for name, (begin, end) in zip(("training", "validation"), matrix[:2], strict=True):
             part = lengths[int(round(begin * len(lengths))) : int(round(end * len(lengths)))]
             tokens = int(part.sum(dtype="int64"))
@@ -247,13 +259,10 @@ def _build_with_cache(builder: BlendedMegatronDatasetBuilder, cache: Path) -> tu
         train, validation, _ = builder.build()
         return train, validation
 
-    def prepare() -> None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-
     lock = exclusive_lock(cache.parent / f"{cache.name}.lock", "building the dataset index", LOCK_TIMEOUT_S)
 
     def acquire() -> None:
-        prepare()
+        cache.parent.mkdir(parents=True, exist_ok=True)
         lock.__enter__()
         if cache.exists() and not (cache / COMPLETE).exists():
             shutil.rmtree(cache)

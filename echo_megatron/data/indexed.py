@@ -164,6 +164,14 @@ def _read_header(prefix: Path | str) -> tuple[np.dtype, int, int]:
     return DTYPES[code], sequences, documents
 
 
+def sequence_lengths(prefix: Path | str) -> np.ndarray:
+    """Tokens of each sequence: int32 [sequences], mapped from `.idx`."""
+    _, sequences, _ = _read_header(prefix)
+    if sequences == 0:
+        return np.zeros(0, dtype=np.int32)
+    return np.memmap(prefix_path(prefix, ".idx"), "<i4", "r", HEADER.size, (sequences,))
+
+
 @dataclass(frozen=True)
 class IndexedSummary:
     """What a checked dataset holds."""
@@ -191,7 +199,7 @@ def check_indexed_dataset(prefix: Path | str, vocab_size: int | None = None) -> 
     if sequences == 0 or documents < 2:
         raise ValueError(f"{index}: no documents")
     base = HEADER.size
-    lengths = np.memmap(index, "<i4", "r", base, (sequences,))
+    lengths = sequence_lengths(prefix)
     pointers = np.memmap(index, "<i8", "r", base + 4 * sequences, (sequences,))
     marks = np.memmap(index, "<i8", "r", base + 12 * sequences, (documents,))
     if int(lengths.min()) < 0:
@@ -219,7 +227,10 @@ def check_indexed_dataset(prefix: Path | str, vocab_size: int | None = None) -> 
 
 def _check_ids(data: Path, dtype: np.dtype, vocab_size: int, sample: int = 1_000_000) -> None:
     ids = np.memmap(data, dtype, "r")
-    low, high = (min(int(ids[:sample].min()), int(ids[-sample:].min())), max(int(ids[:sample].max()), int(ids[-sample:].max())))
+    low, high = (
+        min(int(ids[:sample].min()), int(ids[-sample:].min())),
+        max(int(ids[:sample].max()), int(ids[-sample:].max())),
+    )
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{data}: token ids {low} to {high}, but the vocabulary has {vocab_size:,}; the data were made with another tokenizer"
@@ -234,11 +245,7 @@ def join_indexed_datasets(prefixes: list[Path], out: Path) -> WrittenDataset:
         raise ValueError(f"{out}: cannot join datasets of different dtypes {sorted(map(str, dtypes))}")
     dtype = dtypes.pop()
     data = _HashedFile(prefix_path(out, ".bin"))
-    lengths = [
-        np.memmap(prefix_path(prefix, ".idx"), "<i4", "r", HEADER.size, (sequences,))
-        for prefix, (_, sequences, _) in zip(prefixes, headers, strict=True)
-        if sequences
-    ]
+    lengths = [sequence_lengths(prefix) for prefix in prefixes]
     for prefix in prefixes:
         with prefix_path(prefix, ".bin").open("rb") as stream:
             while chunk := stream.read(CHUNK_BYTES):

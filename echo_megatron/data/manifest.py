@@ -60,7 +60,9 @@ class PreparedData:
             )
         manifest = read_json(folder / MANIFEST)
         if manifest.get("format") != FORMAT:
-            raise ValueError(f"{folder / MANIFEST}: expected format {FORMAT}, got {manifest.get('format')}; prepare it again")
+            raise ValueError(
+                f"{folder / MANIFEST}: expected format {FORMAT}, got {manifest.get('format')}; prepare it again"
+            )
         for split in manifest["splits"].values():
             for name, facts in split["files"].items():
                 _check_file(folder / name, facts, verify_checksums)

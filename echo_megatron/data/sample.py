@@ -39,7 +39,9 @@ def prepare_sample(out_dir: Path | str, vocab_size: int = 4096, lock_timeout_s: 
         TimeoutError: another process still prepares the folder.
     """
     if vocab_size < SMALLEST_VOCABULARY:
-        raise ValueError(f"vocab_size: expected at least {SMALLEST_VOCABULARY} (256 bytes and {END_OF_TEXT}), got {vocab_size}")
+        raise ValueError(
+            f"vocab_size: expected at least {SMALLEST_VOCABULARY} (256 bytes and {END_OF_TEXT}), got {vocab_size}"
+        )
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(folder / ".lock", "preparing the sample", lock_timeout_s):
@@ -47,7 +49,9 @@ def prepare_sample(out_dir: Path | str, vocab_size: int = 4096, lock_timeout_s: 
         if (folder / MANIFEST).is_file():
             manifest = read_json(folder / MANIFEST)
             if manifest.get("name") != "sample":
-                raise ValueError(f"{folder}: holds the data set {manifest.get('name')!r}; choose another folder for the sample")
+                raise ValueError(
+                    f"{folder}: holds the data set {manifest.get('name')!r}; choose another folder for the sample"
+                )
             if manifest.get("options") == options and (prepared := _intact(folder)) is not None:
                 return prepared
         for stale in folder.glob(".tmp-*"):  # of a process that was killed: the lock is ours
