@@ -21,12 +21,12 @@ venv: $(TEST_STAMP) ## .venv with everything to run, test and develop
 
 $(RUN_STAMP): requirements/run.txt $(INSTALLER)
 	@rm -f $@
-	@sh scripts/make_venv.sh .venv requirements/run.txt
+	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/run.txt
 	@touch $@
 
 $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
 	@rm -f $@
-	@sh scripts/make_venv.sh .venv requirements/test.txt
+	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/test.txt
 	@touch $(RUN_STAMP) $@
 
 quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo communication, compare: runs/quickstart (ABLATION=1: two more arms)
@@ -48,14 +48,14 @@ LOCK := CUSTOM_COMPILE_COMMAND="make lock" ../$(BIN)/python -m piptools compile 
 	--no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 
 lock: $(TEST_STAMP) ## write requirements/*.txt anew from *.in; versions move only as far as they must (LOCK_ARGS=--upgrade)
-	cd requirements && for name in build run test nemo nemo_nodeps; do \
+	cd requirements && for name in build run test nemo; do \
 		$(LOCK) $(LOCK_ARGS) --output-file $$name.txt $$name.in || exit 1; done
 
 nemo-env: $(NEMO_STAMP) ## .venv-nemo with NeMo 2.7.3 and megatron-core 0.15.3
 
 $(NEMO_STAMP): requirements/nemo.txt requirements/nemo_nodeps.txt $(INSTALLER)
 	@rm -f $@
-	@sh scripts/make_venv.sh .venv-nemo requirements/nemo.txt nodeps:requirements/nemo_nodeps.txt
+	@sh scripts/make_venv.sh .venv-nemo 3.12 requirements/nemo.txt nodeps:requirements/nemo_nodeps.txt
 	@touch $@
 
 clean: ## remove environments, caches and build outputs (runs/ stays)

@@ -1,27 +1,34 @@
 #!/bin/sh
-# Prints the path of a Python that can make the environment: CPython 3.12 or 3.13 with venv, ensurepip and ssl.
-# megatron-core 0.19.2 has wheels for these two only.
+# usage: find_python.sh [VERSION...]
+# Prints the path of a Python that can make an environment: CPython of one of the versions, 3.12 and 3.13 unless told
+# (megatron-core 0.19.2 has wheels for these two only), with venv, ensurepip and ssl.
 #
 # Every candidate is run, since a name proves nothing: a python3.12 on PATH can be a pyenv shim that exits with 127,
 # and Debian's python3 may lack ensurepip. $PYTHON, when set, is the only candidate.
 # Exit status: 0 and the path on stdout, or 1 and the reasons on stderr.
 set -u
+# Lists are split at newlines only: folders on PATH may hold spaces.
+IFS='
+'
+[ $# -gt 0 ] || set -- 3.12 3.13
+versions=$(printf '%s\n' "$@")
+spoken=$(printf '%s\n' "$@" | sed '$!s/$/ or/' | tr '\n' ' ')
 
 check='
 import sys
 version = ".".join(map(str, sys.version_info[:3]))
 if sys.implementation.name != "cpython":
-    sys.exit(f"it is {sys.implementation.name}, not CPython")
-if not (3, 12) <= tuple(sys.version_info[:2]) < (3, 14):
-    sys.exit(f"it is Python {version}")
+    sys.exit("it is %s, not CPython" % sys.implementation.name)
+if "%d.%d" % tuple(sys.version_info[:2]) not in sys.argv[1:]:
+    sys.exit("it is Python %s" % version)
 import sysconfig
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
-    sys.exit(f"it is the free-threaded build of Python {version}")
+    sys.exit("it is the free-threaded build of Python %s" % version)
 for module in ("venv", "ensurepip", "ssl", "zlib", "ctypes"):
     try:
         __import__(module)
     except ImportError:
-        sys.exit(f"it is Python {version} without the module {module}")
+        sys.exit("it is Python %s without the module %s" % (version, module))
 # Of an environment, the interpreter below it: an environment made from an environment breaks with it.
 print(getattr(sys, "_base_executable", "") if sys.prefix != sys.base_prefix else "")
 '
@@ -30,7 +37,7 @@ rejected=""
 
 # try CANDIDATE: print it and leave when it works, else note why not.
 try() {
-    if output=$("$1" -I -c "$check" 2>&1 </dev/null); then
+    if output=$("$1" -I -c "$check" $versions 2>&1 </dev/null); then
         echo "${output:-$1}"
         exit 0
     else
@@ -42,12 +49,14 @@ try() {
 }
 
 fail() {
+    what=$1
+    set -- $versions
     {
-        echo "find_python.sh: $1"
-        echo "  expected: CPython 3.12 or 3.13 with the modules venv, ensurepip, ssl, zlib and ctypes"
+        echo "find_python.sh: $what"
+        echo "  expected: CPython ${spoken}with the modules venv, ensurepip, ssl, zlib and ctypes"
         echo "  got:${rejected:- no Python at all}"
-        echo "  what to do: install one (Debian, Ubuntu: python3.12 and python3.12-venv; pyenv: pyenv install 3.12),"
-        echo "              or name one you have: make PYTHON=/path/to/python3.12 ..."
+        echo "  what to do: install one (Debian, Ubuntu: python$1 and python$1-venv; pyenv: pyenv install $1),"
+        echo "              or name one you have: make PYTHON=/path/to/python$1 ..."
     } >&2
     exit 1
 }
@@ -62,9 +71,7 @@ fi
 # PATH whole, and not only its first match: a broken shim may hide a good one.
 folders=$(printf '%s' "${PATH:-}" | tr ':' '\n')
 pyenv_root=${PYENV_ROOT:-${HOME:-/nonexistent}/.pyenv}
-IFS='
-'
-for version in 3.12 3.13; do
+for version in $versions; do
     for candidate in \
         $(for folder in $folders; do echo "$folder/python$version"; done) \
         "$pyenv_root"/versions/$version*/bin/python$version \

@@ -1,7 +1,7 @@
 #!/bin/sh
-# usage: make_venv.sh FOLDER LOCK...
+# usage: make_venv.sh FOLDER VERSIONS LOCK...
 # Makes the environment FOLDER, or completes one that is there, with exactly the versions of the lock files.
-# A LOCK written nodeps:FILE is installed without its dependencies.
+# VERSIONS are the Pythons that will do, e.g. '3.12 3.13'. A LOCK written nodeps:FILE is installed without its dependencies.
 # pip's own configuration (index, proxy, cache) is the user's: nothing of it is set here.
 set -eu
 
@@ -9,18 +9,19 @@ say() { printf '\n== %s\n' "$*"; }
 
 cd "$(dirname "$0")/.."
 folder=$1
-shift
+versions=$2
+shift 2
 
 usable() {
     [ -x "$folder/bin/python" ] &&
-        PYTHON="$folder/bin/python" sh scripts/find_python.sh >/dev/null 2>&1 &&
+        PYTHON="$folder/bin/python" sh scripts/find_python.sh $versions >/dev/null 2>&1 &&
         "$folder/bin/python" -m pip --version >/dev/null 2>&1
 }
 
 if usable; then
     say "$folder is there ($("$folder/bin/python" --version)); completing it"
 else
-    python=$(sh scripts/find_python.sh)
+    python=$(sh scripts/find_python.sh $versions)
     say "making $folder with $python ($("$python" --version))"
     "$python" -m venv --clear "$folder"
 fi
