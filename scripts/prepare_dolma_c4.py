@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Prepare pretraining data: Dolma's C4 shards, or ready token arrays, to Megatron's indexed dataset. See docs/data.md."""
+"""Prepare pretraining data: Dolma's C4 shards or ready token arrays to Megatron's indexed dataset (docs/data.md)."""
 
 import sys
 

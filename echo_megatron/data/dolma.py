@@ -1,12 +1,14 @@
 """Dolma's C4 shards to Megatron's indexed dataset: in parallel, resumable, and the same bytes however it was run.
 
-Each shard becomes a folder under `parts/`, complete or absent; an interrupted run continues with the missing ones. The parts
+Each shard becomes a folder under `parts/`, complete or absent; an interrupted run continues with the missing ones. The
+parts
 are then joined in the order of the shards, so neither the number of workers nor interruptions show in the result.
 """
 
 import os
 import shutil
 import time
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -67,11 +69,9 @@ class DolmaOptions:
         for shard in self.shards:
             if not shard.is_file():
                 raise ValueError(f"{shard}: no such file")
-        resolved = [shard.resolve() for shard in self.shards]
-        if twice := sorted(
-            {str(path) for path in resolved if resolved.count(path) > 1} if len(set(resolved)) < len(resolved) else []
-        ):
-            raise ValueError(f"given twice: {', '.join(twice)}")
+        repeated = [path for path, times in Counter(shard.resolve() for shard in self.shards).items() if times > 1]
+        if repeated:
+            raise ValueError(f"given twice: {', '.join(map(str, repeated))}")
         for name, low in (("workers", 1), ("validation_every", 0), ("max_bad_lines", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
@@ -93,7 +93,8 @@ def prepare_dolma(options: DolmaOptions, console: Console | None = None) -> Prep
 
     Raises:
         ValueError: a bad option, or `out` was begun with other options (the message says which differ).
-        CorruptDataError: too many bad lines, or a broken shard without `allow_corrupt`. What was read stays for a later run.
+        CorruptDataError: too many bad lines, or a broken shard without `allow_corrupt`. What was read stays for a
+            later run.
         TimeoutError: another process works in `out`.
     """
     console = console or Console(stderr=True)
@@ -148,7 +149,8 @@ def _begin(options: DolmaOptions, tokenizer_sha256: str) -> None:
             )
     elif strange := sorted(entry.name for entry in options.out.iterdir() if entry.name != ".lock"):
         raise ValueError(
-            f"{options.out}: not empty and not begun by this program (has {', '.join(strange[:5])}); choose another --out"
+            f"{options.out}: not empty and not begun by this program (has {', '.join(strange[:5])}); choose "
+            f"another --out"
         )
     else:
         write_json(path, wanted)
@@ -199,7 +201,8 @@ def _tokenize(options: DolmaOptions, vocab_size: int, eod: int, console: Console
                     _limit(counts, options.max_bad_lines)
         except BrokenProcessPool as error:
             raise RuntimeError(
-                "a worker process was killed, perhaps for want of memory; finished shards are kept. Run again with fewer --workers"
+                "a worker process was killed, perhaps for want of memory; finished shards are kept. Run again "
+                "with fewer --workers"
             ) from error
     return [found for _, found in sorted(counts.items()) if found is not None]
 
@@ -229,7 +232,8 @@ def _judge(counts: list[ShardCounts], options: DolmaOptions, console: Console) -
     corrupt = [found.corrupt for found in counts if found.corrupt is not None]
     if corrupt and not options.allow_corrupt:
         raise CorruptDataError(
-            f"{len(corrupt)} of {len(counts)} shards are corrupt: {'; '.join(corrupt)}. Replace the files and run again "
+            f"{len(corrupt)} of {len(counts)} shards are corrupt: {'; '.join(corrupt)}. Replace the files and "
+            f"run again "
             "(only they are read again), or accept what could be read with --allow-corrupt"
         )
     if not any(found.documents for found in counts):
@@ -254,7 +258,10 @@ def _join(options: DolmaOptions, counts: list[ShardCounts], vocab_size: int, eod
     manifest = build_manifest(
         "dolma_c4",
         tokenizer_facts(
-            vocab_size, eod, options.out / TOKENIZER_FILE, options.tokenizer.rstrip("/").rsplit("/", 1)[-1]
+            vocab_size,
+            eod,
+            options.out / TOKENIZER_FILE,
+            None if Path(options.tokenizer).exists() else options.tokenizer,
         ),
         written,
         options=read_json(options.out / OPTIONS_FILE),

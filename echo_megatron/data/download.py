@@ -61,7 +61,8 @@ def download(
         url: http(s).
         folder: where it goes; `<name>.part` holds what has arrived.
         report: called with the bytes received so far and the total, None where the server does not say.
-        attempts: tries in a row without a byte received before giving up; the pause between them doubles from `first_pause_s`.
+        attempts: tries in a row without a byte received before giving up; the pause between them doubles from
+            `first_pause_s`.
         timeout_s: longest silence of the server.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Files that are either complete or absent: checksums, atomic JSON, publishing a finished folder, one writer at a time."""
+"""Files that are either complete or absent: checksums, atomic JSON, publishing a folder, one writer at a time."""
 
 import contextlib
 import fcntl
@@ -88,7 +88,8 @@ def exclusive_lock(path: Path, what: str, timeout_s: float = 0.0) -> Iterator[No
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"{path}: another process is {what}; waited {timeout_s:.0f} s. Wait for it or stop it, then retry"
+                        f"{path}: another process is {what}; waited {timeout_s:.0f} s. Wait for it or stop it, "
+                        f"then retry"
                     ) from None
                 time.sleep(0.1)
         yield

@@ -31,7 +31,8 @@ class DatasetSource:
         tokenizer: what the ids mean.
         fingerprint: SHA-256 that names the content.
         validation: prefixes of their own, or None.
-        split: where `validation` is None: Megatron's "train,validation" weights over the documents in file order, e.g. "99,1".
+        split: where `validation` is None: Megatron's "train,validation" weights over the documents in file order, e.g.
+            "99,1".
     """
 
     train: list[Path]
@@ -70,7 +71,7 @@ class DatasetSource:
         """
         if (validation is None) == (split is None):
             raise ValueError("give either validation prefixes or a split such as '99,1', not both and not neither")
-        if not train or validation is not None and not validation:
+        if not train or (validation is not None and not validation):
             raise ValueError("expected at least one dataset prefix to train on and one to validate on")
         parts = [train, validation or []]
         facts = json.dumps([[dataset_fingerprint([prefix]) for prefix in part] for part in parts] + [split])
@@ -101,15 +102,18 @@ def build_datasets(
         num_train_samples: samples to draw; the data are repeated, each epoch shuffled, when they are too few.
         num_validation_samples: likewise.
         cache_dir: for the index files; by default `cache/` beside the first training dataset.
-        create_attention_mask: also give the causal `attention_mask` [1, sequence_length, sequence_length], True where hidden.
+        create_attention_mask: also give the causal `attention_mask` [1, sequence_length, sequence_length], True where
+            hidden.
         reset_position_ids, reset_attention_mask, eod_mask_loss: Megatron's treatment of document ends inside a sample.
 
     Returns:
-        (train, validation). An item is a dict of `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each
+        (train, validation). An item is a dict of `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32),
+        each
         [sequence_length], and `attention_mask` when asked for.
 
     Raises:
-        ValueError: a dataset is missing, damaged, too small, or made with another tokenizer. On the other ranks RuntimeError,
+        ValueError: a dataset is missing, damaged, too small, or made with another tokenizer. On the other ranks
+            RuntimeError,
             so that none of them waits for one that has stopped.
     """
     for name, value in (
@@ -157,7 +161,7 @@ def _rank() -> int:
 
 
 def _together(action: Any) -> Any:
-    """Run `action` on every rank; when it fails on one, all raise, so nobody waits in a barrier for a rank that stopped."""
+    """Run `action` on every rank; when it fails on one, all raise: nobody waits for a rank that stopped."""
     error: Exception | None = None
     result = None
     try:
@@ -229,11 +233,12 @@ def _require_split(source: DatasetSource, sequence_length: int) -> None:
     for prefix in source.train:
         lengths = sequence_lengths(prefix)
         for name, (begin, end) in zip(("training", "validation"), matrix[:2], strict=True):
-            part = lengths[int(round(begin * len(lengths))) : int(round(end * len(lengths)))]
+            part = lengths[round(begin * len(lengths)) : round(end * len(lengths))]
             tokens = int(part.sum(dtype="int64"))
             if tokens < sequence_length + 1:
                 raise ValueError(
-                    f"{prefix}: split {source.split!r} leaves {len(part)} documents with {tokens:,} tokens for {name}, a sample "
+                    f"{prefix}: split {source.split!r} leaves {len(part)} documents with {tokens:,} tokens for "
+                    f"{name}, a sample "
                     f"needs {sequence_length + 1:,}; choose another split or separate validation data"
                 )
 
@@ -243,7 +248,8 @@ def _require_helpers() -> None:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
     except ImportError as error:
         raise RuntimeError(
-            f"megatron-core's compiled dataset helpers cannot be imported ({error}). Its wheels for Linux contain them; "
+            f"megatron-core's compiled dataset helpers cannot be imported ({error}). Its wheels for Linux "
+            f"contain them; "
             "a build from source needs a C++ compiler and pybind11: pip install --force-reinstall megatron-core"
         ) from error
 
@@ -251,8 +257,10 @@ def _require_helpers() -> None:
 def _build_with_cache(builder: BlendedMegatronDatasetBuilder, cache: Path) -> tuple[Any, Any]:
     """Let Megatron build its index files, or read those that a finished build left.
 
-    Megatron takes index files that exist as complete. A run that was killed while it wrote them would poison every later
-    one, so a folder without the mark of a finished build is emptied, under a lock that other runs on the same data respect.
+    Megatron takes index files that exist as complete. A run that was killed while it wrote them would poison every
+    later
+    one, so a folder without the mark of a finished build is emptied, under a lock that other runs on the same data
+    respect.
     """
     if _rank() != 0:
         _together(lambda: None)

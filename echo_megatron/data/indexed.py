@@ -1,11 +1,15 @@
 """Megatron's indexed dataset on disk: write it in a stream, join several, and check one before training trusts it.
 
-Megatron-core's `IndexedDatasetBuilder` writes the same bytes (a test compares them). This writer exists because that one
-imports torch and all of Megatron-core into every tokenizing worker and keeps some 120 bytes of Python objects a document,
+Megatron-core's `IndexedDatasetBuilder` writes the same bytes (a test compares them). This writer exists because that
+one
+imports torch and all of Megatron-core into every tokenizing worker and keeps some 120 bytes of Python objects a
+document,
 which is gigabytes for Dolma's C4; this one keeps 4.
 
-Layout of `.idx`, little endian: header 9 B, version 8 B, dtype code 1 B, sequences 8 B, documents + 1 8 B, then for every
-sequence its length (int32), for every sequence its byte offset in `.bin` (int64), for every document its first sequence (int64).
+Layout of `.idx`, little endian: header 9 B, version 8 B, dtype code 1 B, sequences 8 B, documents + 1 8 B, then for
+every
+sequence its length (int32), for every sequence its byte offset in `.bin` (int64), for every document its first
+sequence (int64).
 """
 
 import hashlib
@@ -142,7 +146,7 @@ class IndexedWriter:
 
 
 def _read_header(prefix: Path | str) -> tuple[np.dtype, int, int]:
-    """dtype, sequences and documents + 1 of `<prefix>.idx`, after checking both files exist and `.idx` has the size it claims."""
+    """dtype, sequences and documents + 1 of `<prefix>.idx`, whose size is checked against them."""
     index, data = prefix_path(prefix, ".idx"), prefix_path(prefix, ".bin")
     for path in (index, data):
         if not path.is_file():
@@ -158,7 +162,8 @@ def _read_header(prefix: Path | str) -> tuple[np.dtype, int, int]:
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size not in (expected, expected + sequences):  # the latter has a mode byte a sequence
         raise ValueError(
-            f"{index}: {sequences:,} sequences and {documents:,} document marks need {expected:,} bytes, the file has {size:,}; "
+            f"{index}: {sequences:,} sequences and {documents:,} document marks need {expected:,} bytes, the "
+            f"file has {size:,}; "
             "it is truncated or damaged, prepare the data again"
         )
     return DTYPES[code], sequences, documents
@@ -192,7 +197,8 @@ def check_indexed_dataset(prefix: Path | str, vocab_size: int | None = None) -> 
         vocab_size: when given, up to a million ids at either end of `.bin` must lie below it.
 
     Raises:
-        ValueError: a file is missing, truncated or contradicts the other; the message names it with expected and actual sizes.
+        ValueError: a file is missing, truncated or contradicts the other; the message names it with expected and
+            actual sizes.
     """
     dtype, sequences, documents = _read_header(prefix)
     index, data = prefix_path(prefix, ".idx"), prefix_path(prefix, ".bin")
@@ -208,8 +214,10 @@ def check_indexed_dataset(prefix: Path | str, vocab_size: int | None = None) -> 
     bin_bytes = data.stat().st_size
     if bin_bytes != tokens * dtype.itemsize:
         raise ValueError(
-            f"{data}: {index.name} lists {tokens:,} tokens of {dtype.itemsize} bytes = {tokens * dtype.itemsize:,} bytes, "
-            f"the file has {bin_bytes:,}; one of the two is truncated or belongs to another dataset, prepare the data again"
+            f"{data}: {index.name} lists {tokens:,} tokens of {dtype.itemsize} bytes = "
+            f"{tokens * dtype.itemsize:,} bytes, "
+            f"the file has {bin_bytes:,}; one of the two is truncated or belongs to another dataset, prepare "
+            f"the data again"
         )
     offset = 0
     for start in range(0, sequences, BLOCK):
@@ -233,12 +241,13 @@ def _check_ids(data: Path, dtype: np.dtype, vocab_size: int, sample: int = 1_000
     )
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"{data}: token ids {low} to {high}, but the vocabulary has {vocab_size:,}; the data were made with another tokenizer"
+            f"{data}: token ids {low} to {high}, but the vocabulary has {vocab_size:,}; the data were made with "
+            f"another tokenizer"
         )
 
 
 def join_indexed_datasets(prefixes: list[Path], out: Path) -> WrittenDataset:
-    """Write the documents of several datasets one after another, each document one sequence, without holding tokens in memory."""
+    """Write the documents of several datasets one after another, each document one sequence, in constant memory."""
     headers = [_read_header(prefix) for prefix in prefixes]
     dtypes = {dtype for dtype, _, _ in headers}
     if len(dtypes) != 1:

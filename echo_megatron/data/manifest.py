@@ -1,4 +1,4 @@
-"""The folder every preparation leaves: `train` and `validation` datasets, a tokenizer, and `manifest.json` that describes them."""
+"""The folder every preparation leaves: datasets `train` and `validation`, a tokenizer, and `manifest.json`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -128,7 +128,8 @@ def build_manifest(
 
 
 def dataset_fingerprint(prefixes: Sequence[Path | str]) -> str:
-    """Fingerprint of any indexed datasets: SHA-256 over each `.idx`, the size of each `.bin` and its first and last MiB.
+    """Fingerprint of any indexed datasets: SHA-256 over each `.idx`, the size of each `.bin` and its first and last
+    MiB.
 
     Cheap at any size. A prepared folder has the stronger `PreparedData.fingerprint`, over all of its content.
 

@@ -20,8 +20,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prepare_dolma_c4.py", description=__doc__, epilog=EPILOG)
     parser.add_argument("shards", nargs="*", help="*.json.gz shards, or quoted patterns, in the order wanted")
     parser.add_argument("--out", type=Path, required=True, help="folder to fill")
-    parser.add_argument("--tokenizer", help="tokenizer.json, a folder with one, or a hub name (shards: Qwen/Qwen3-0.6B)")
-    parser.add_argument("--validation-every", type=int, help="1 document in N to validation (shards: 1000; tokens: 0, none)")
+    parser.add_argument(
+        "--tokenizer", help="tokenizer.json, a folder with one, or a hub name (shards: Qwen/Qwen3-0.6B)"
+    )
+    parser.add_argument(
+        "--validation-every", type=int, help="1 document in N to validation (shards: 1000; tokens: 0, none)"
+    )
     dolma = parser.add_argument_group("Dolma shards")
     dolma.add_argument("--urls", type=Path, help="file with one URL a line to download first")
     dolma.add_argument("--url-contains", help="use only URLs with this in them, such as /c4/")
@@ -41,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 DOLMA_ONLY = (
-    "shards urls url_contains download_dir workers eod_token max_bad_lines allow_corrupt keep_parts".split()  # noqa: SIM905
+    *("shards", "urls", "url_contains", "download_dir", "workers"),
+    *("eod_token", "max_bad_lines", "allow_corrupt", "keep_parts"),
 )
 TOKENS_ONLY = ("validation_tokens", "id_map", "eod", "vocab_size")
 
@@ -60,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         return 1
     console.print(
-        f"{prepared.folder}: {prepared.train_tokens:,} training tokens, {prepared.validation_tokens:,} validation tokens, "
+        f"{prepared.folder}: {prepared.train_tokens:,} training tokens, {prepared.validation_tokens:,} "
+        f"validation tokens, "
         f"fingerprint {prepared.fingerprint[:16]}",
         markup=False,
         soft_wrap=True,

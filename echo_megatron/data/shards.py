@@ -1,6 +1,7 @@
 """One Dolma shard (`*.json.gz`, one {"id", "text", …} a line) to one pair of indexed datasets.
 
-A document is a line. What cannot be read is reported with its place (file:line) and counted; it never disappears silently.
+A document is a line. What cannot be read is reported with its place (file:line) and counted; it never disappears
+silently.
 """
 
 import gzip
@@ -76,7 +77,7 @@ class _CountedFile:
 
 
 def _lines(source: _CountedFile, counts: ShardCounts, max_line_bytes: int) -> Iterator[bytes]:
-    """The shard's lines, numbered in `counts.lines`; where the gzip stream breaks, `counts.corrupt` says so and the lines end."""
+    """The shard's lines, numbered in `counts.lines`; they end where the gzip stream breaks, see `counts.corrupt`."""
     with gzip.GzipFile(fileobj=source, mode="rb") as stream:
         try:
             while line := stream.readline(max_line_bytes):
@@ -95,6 +96,8 @@ def _lines(source: _CountedFile, counts: ShardCounts, max_line_bytes: int) -> It
         except (gzip.BadGzipFile, zlib.error) as error:
             counts.corrupt = f"{counts.name}:{counts.lines + 1}: damaged gzip stream ({error})"
     source.drain()
+    if source.bytes == 0:
+        counts.truncated, counts.corrupt = True, f"{counts.name}:1: empty file, no gzip stream"
 
 
 def _parse(line: bytes) -> tuple[str | None, str]:
@@ -139,7 +142,8 @@ def _documents(lines: Iterator[bytes], counts: ShardCounts, max_bad_lines: int) 
             counts.bad(str(error))
             if counts.bad_lines > max_bad_lines:
                 raise TooManyBadLinesError(
-                    f"{counts.name}: {counts.bad_lines} bad lines in this shard alone, at most {max_bad_lines} are allowed "
+                    f"{counts.name}: {counts.bad_lines} bad lines in this shard alone, at most {max_bad_lines} "
+                    f"are allowed "
                     f"(--max-bad-lines). First: " + "; ".join(counts.bad_line_places[:5])
                 ) from error
             continue

@@ -18,7 +18,8 @@ def find_tokenizer(source: str) -> Path:
     """Locate a tokenizer.json.
 
     Args:
-        source: a tokenizer.json, a folder that holds one (as transformers saves it), or the name of a model on the Hugging Face hub.
+        source: a tokenizer.json, a folder that holds one (as transformers saves it), or the name of a model on the
+            Hugging Face hub.
 
     Raises:
         ValueError: it is none of them, or the hub cannot be reached.
@@ -30,7 +31,8 @@ def find_tokenizer(source: str) -> Path:
         return path
     if path.suffix == ".json" or path.is_absolute() or source.startswith(".") or source.count("/") > 1:
         raise ValueError(
-            f"{path}: no such tokenizer; expected a {TOKENIZER_FILE}, a folder with one, or a hub name like Qwen/Qwen3-0.6B"
+            f"{path}: no such tokenizer; expected a {TOKENIZER_FILE}, a folder with one, or a hub name like "
+            f"Qwen/Qwen3-0.6B"
         )
     from huggingface_hub import hf_hub_download
 

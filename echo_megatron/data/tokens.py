@@ -1,4 +1,4 @@
-"""Ready token arrays to Megatron's indexed dataset: raw 16- or 32-bit ids, plain or .xz, or .npy, documents ended by an id."""
+"""Ready token arrays to Megatron's indexed dataset: 16- or 32-bit ids, raw or .xz, or .npy; an id ends a document."""
 
 import lzma
 import os
@@ -77,7 +77,8 @@ def pack_tokens(options: TokenOptions, console: Console | None = None) -> Prepar
     (two such ids in a row) are left out. Both are counted in the manifest.
 
     Raises:
-        ValueError: a bad option, a damaged file, or an id outside the vocabulary; the message has the file and position.
+        ValueError: a bad option, a damaged file, or an id outside the vocabulary; the message has the file and
+            position.
         TimeoutError: another process works in `out`.
     """
     console = console or Console(stderr=True)
@@ -140,7 +141,9 @@ def _load_npy(path: Path) -> np.ndarray:
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path}: not a readable .npy of numbers ({error})") from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"{path}: expected a 1-D array of integers, got {getattr(ids, 'dtype', type(ids))}, {np.shape(ids)}")
+        raise ValueError(
+            f"{path}: expected a 1-D array of integers, got {getattr(ids, 'dtype', type(ids))}, {np.shape(ids)}"
+        )
     return ids
 
 
@@ -160,7 +163,9 @@ def read_tokens(path: Path, id_map: np.ndarray | None = None, chunk_tokens: int 
         if id_map is not None and dtype.itemsize == 2:
             if int(chunk.max()) >= len(id_map):
                 at = int(np.argmax(chunk >= len(id_map)))
-                raise ValueError(f"{path}: rank {int(chunk[at])} at token {position + at}, the id map has {len(id_map)}")
+                raise ValueError(
+                    f"{path}: rank {int(chunk[at])} at token {position + at}, the id map has {len(id_map)}"
+                )
             chunk = id_map[chunk]
         position += len(chunk)
         yield chunk.astype(np.int64)
@@ -182,7 +187,9 @@ def _raw_chunks(path: Path, chunk_tokens: int) -> Iterator[tuple[np.ndarray, np.
             while data := _read_fully(stream, chunk_tokens * dtype.itemsize):
                 num_bytes += len(data)
                 if len(data) % dtype.itemsize:
-                    raise ValueError(f"{path}: {num_bytes:,} bytes are no whole number of {dtype.itemsize}-byte ids; truncated?")
+                    raise ValueError(
+                        f"{path}: {num_bytes:,} bytes are no whole number of {dtype.itemsize}-byte ids; truncated?"
+                    )
                 yield np.frombuffer(data, dtype), dtype
         except (lzma.LZMAError, EOFError) as error:
             raise ValueError(f"{path}: truncated or damaged .xz after {num_bytes:,} bytes of ids ({error})") from error
