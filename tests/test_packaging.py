@@ -30,7 +30,7 @@ def write_script(path: Path, body: str) -> Path:
 
 
 def fake_python(path: Path, version: str, *, prelude: str = "") -> Path:
-    """A Python that says it is `version` and otherwise is the real one; `prelude` runs before the code given with -c."""
+    """A Python that says it is `version` and otherwise is the real one; `prelude` runs before the code of -c."""
     patch = f"import sys; sys.version_info = ({version.replace('.', ', ')}, 0); {prelude or 'pass'}"
     # $1 is -I, $2 -c, $3 the code; code and patch stay apart so that the code's quotes need no escaping.
     return write_script(
@@ -193,7 +193,7 @@ class TestLocks:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy so that the checkout stays clean; without an index, so that nothing is downloaded."""
+    """The wheel, built from a copy, so that the checkout stays clean, and without an index: nothing is downloaded."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("echo_megatron", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
