@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -32,7 +33,10 @@ def draw(path: Path, arms: list[Arm], baseline: Arm, windows: Windows, title: st
     figure.supxlabel(caption, fontsize=8, color="0.35")
     full, tail, difference = figure.subplots(1, 3)
     colours = arm_colours([arm.label for arm in arms])
-    styles = {arm.label: _style(place, arm is baseline, colours[arm.label]) for place, arm in enumerate(arms)}
+    others = [arm.label for arm in arms if arm is not baseline]
+    styles = {label: _style(place, colours[label]) for place, label in enumerate(others)}
+    # wide and pale underneath, so that a curve which lies on it is seen
+    styles[baseline.label] = {"color": colours[baseline.label], "linewidth": 3.2, "alpha": 0.3, "zorder": 2}
     _draw_full(full, arms, styles, windows)
     _draw_tail(tail, arms, styles, windows)
     _draw_difference(difference, arms, baseline, styles, windows)
@@ -54,13 +58,11 @@ def arm_colours(labels: list[str]) -> dict[str, str]:
     return colours
 
 
-def _style(place: int, is_baseline: bool, colour: str) -> dict[str, object]:
-    if is_baseline:  # wide and pale underneath, so that a curve which lies on it is seen
-        return {"color": colour, "linewidth": 3.2, "alpha": 0.3, "zorder": 2}
+def _style(place: int, colour: str) -> dict[str, Any]:
     return {"color": colour, "linewidth": 1.3, "dashes": DASHES[place % len(DASHES)], "zorder": 3 + place}
 
 
-def _draw_full(axes: Axes, arms: list[Arm], styles: dict[str, dict], windows: Windows) -> None:
+def _draw_full(axes: Axes, arms: list[Arm], styles: dict[str, dict[str, Any]], windows: Windows) -> None:
     highest, lowest = [], []
     for arm in arms:
         steps, losses = mean_curve(arm)
@@ -82,7 +84,7 @@ def _draw_full(axes: Axes, arms: list[Arm], styles: dict[str, dict], windows: Wi
     axes.legend(handles=handles, loc="upper right", fontsize=8.5, frameon=False, handlelength=3)
 
 
-def _draw_tail(axes: Axes, arms: list[Arm], styles: dict[str, dict], windows: Windows) -> None:
+def _draw_tail(axes: Axes, arms: list[Arm], styles: dict[str, dict[str, Any]], windows: Windows) -> None:
     start = windows.end - windows.panel
     edges: list[float] = []
     seeds = max(len(arm.runs) for arm in arms)
@@ -104,7 +106,9 @@ def _draw_tail(axes: Axes, arms: list[Arm], styles: dict[str, dict], windows: Wi
     axes.set_title(f"last {windows.panel:,} steps, {_steps(windows.band)} average, ±1 s.d. {over}", fontsize=10)
 
 
-def _draw_difference(axes: Axes, arms: list[Arm], baseline: Arm, styles: dict[str, dict], windows: Windows) -> None:
+def _draw_difference(
+    axes: Axes, arms: list[Arm], baseline: Arm, styles: dict[str, dict[str, Any]], windows: Windows
+) -> None:
     axes.axhline(0, **styles[baseline.label])
     edges: list[float] = [0.0]
     with_error = False

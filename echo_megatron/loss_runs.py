@@ -1,8 +1,7 @@
 """Loss runs: what a comparison knows of a run, from a run folder or event files, and which runs may be compared."""
 
 import warnings
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from omegaconf import OmegaConf
 
-from echo_megatron.config import PRESETS, EchoConfig
 from echo_megatron.run_folder import RunFolder
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,6 +24,7 @@ FACTS = {
     "steps": "steps",
     "precision": "precision",
     "tensor_parallel": "tensor-parallel size",
+    "optimizer": "optimizer and schedule",
 }
 
 
@@ -51,7 +50,7 @@ class LossRun:
         validation: {step: loss}.
         tp_bytes: float64 [n], bytes that rank 0 sent for tensor parallelism in each step; None when not recorded.
         tokens_per_s: float64 [n]; None when not recorded.
-        settings: the composed `tp_comm` options.
+        config: config.yaml, composed.
         record: run.json.
     """
 
@@ -68,7 +67,7 @@ class LossRun:
     validation: dict[int, float]
     tp_bytes: FloatArray | None = None
     tokens_per_s: FloatArray | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -77,9 +76,9 @@ class LossRun:
 
     @property
     def progress(self) -> str:
-        """ "400", or "200 of 400, unfinished"."""
+        """ "400", or "200 of 400 (stopped)"."""
         if self.finished is False:
-            return f"{self.last_step} of {self.max_steps}, {self.record.get('status', 'unfinished')}"
+            return f"{self.last_step} of {self.max_steps} ({self.record.get('status', 'unfinished')})"
         return str(self.last_step)
 
     @property
@@ -92,12 +91,10 @@ class LossRun:
         """The entry `name` of `FACTS`, or None."""
         return self.progress if name == "steps" else self.facts[name]
 
-    def overrides(self) -> dict[str, Any]:
-        """The options in which the run's communication differs from the preset of its name."""
-        if self.tp_comm not in PRESETS:
-            return {}
-        preset = {key: _plain(value) for key, value in asdict(EchoConfig.preset(self.tp_comm)).items()}
-        return {key: value for key, value in self.settings.items() if key in preset and value != preset[key]}
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The composed `tp_comm` options."""
+        return _section(self.config, "tp_comm")
 
 
 def load_run(path: str | Path) -> LossRun:
@@ -148,7 +145,7 @@ def check_comparable(
             different[name] = ", ".join(f"{run} {'not recorded' if value is None else value}" for run, value in values)
         if len(known) < len(values):
             unverified[name] = ", ".join(run for run, value in values if value is None)
-    refused = [f"{FACTS[name]} differs: {text}" for name, text in different.items() if name not in allow_different]
+    refused = [f"different {FACTS[name]}: {text}" for name, text in different.items() if name not in allow_different]
     unchecked = [f"{FACTS[name]} is not recorded by {text}" for name, text in unverified.items()]
     if refused or (unchecked and not allow_unverified):
         lines = ["these runs cannot be compared as they are:", *(f"  {line}" for line in refused)]
@@ -158,7 +155,7 @@ def check_comparable(
         if unchecked and not allow_unverified:
             lines += [*(f"  {line}" for line in unchecked), "  to compare them unchecked: --allow-unverified"]
         raise ComparisonRefused("\n".join(lines))
-    return [f"{FACTS[name]} differs (allowed): {text}" for name, text in different.items()] + [
+    return [f"Allowed to differ: {FACTS[name]}: {text}" for name, text in different.items()] + [
         f"Not checked: {line}" for line in unchecked
     ]
 
@@ -179,7 +176,7 @@ def _load_run_folder(path: Path) -> LossRun:
     _require_loss(path, train)
     data = record.get("data") or {}
     tokens, seconds, tp_bytes = (_column(train, key) for key in ("tokens", "seconds", "tp_bytes"))
-    status = record.get("status")
+    config = _config(path)
     return LossRun(
         path=path,
         name=record.get("name") or path.name,
@@ -187,7 +184,7 @@ def _load_run_folder(path: Path) -> LossRun:
         tp_comm=record.get("tp_comm"),
         lr=record.get("lr"),
         max_steps=record.get("max_steps"),
-        finished=status == "finished",
+        finished=record.get("status") == "finished",
         facts={
             "data": data.get("fingerprint"),
             "batch": record.get("global_batch_size"),
@@ -196,13 +193,14 @@ def _load_run_folder(path: Path) -> LossRun:
             "parameters": record.get("parameters"),
             "precision": record.get("precision"),
             "tensor_parallel": record.get("tensor_parallel"),
+            "optimizer": _optimizer(config),
         },
         steps=steps,
         losses=np.array([entry["loss"] for entry in train], dtype=np.float64),
         validation={entry["step"]: float(entry["loss"]) for entry in folder.validation()},
         tp_bytes=tp_bytes,
         tokens_per_s=None if tokens is None or seconds is None else np.diff(tokens, prepend=0.0) / seconds,
-        settings=_settings(path),
+        config=config,
         record=record,
     )
 
@@ -219,17 +217,23 @@ def _column(records: list[dict[str, Any]], key: str) -> FloatArray | None:
     return np.array([record[key] for record in records], dtype=np.float64)
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> dict[str, Any]:
     file = path / "config.yaml"
     if not file.exists():
-        warnings.warn(f"{path}: no config.yaml, so options beside the name of tp_comm are not known", stacklevel=2)
+        warnings.warn(f"{path}: no config.yaml, so its options are not known beyond run.json", stacklevel=2)
         return {}
     config = OmegaConf.to_container(OmegaConf.load(file))
-    settings = config.get("tp_comm") if isinstance(config, dict) else None
-    return {str(key): value for key, value in settings.items()} if isinstance(settings, dict) else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: expected a mapping, got {type(config).__name__}")
+    return {str(key): value for key, value in config.items()}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return value.name if isinstance(value, Enum) else value
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _optimizer(config: dict[str, Any]) -> str | None:
+    """All of the optimizer's options but the peak learning rate, which may differ as it does in the paper's Table 7."""
+    options = _section(config, "optim")
+    return " ".join(f"{name}={value}" for name, value in options.items() if name != "lr") or None

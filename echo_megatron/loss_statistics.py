@@ -9,7 +9,7 @@ import numpy as np
 
 from echo_megatron.loss_runs import FACTS, FloatArray, IntArray, LossRun
 
-# Two-sided 95 % quantiles of Student's t at 1 to 10 degrees of freedom; beyond, `_t95` expands about the normal's (to 0.1 %).
+# Two-sided 95 % quantiles of Student's t at 1 to 10 degrees of freedom; beyond, `_t95` expands them (to 0.1 %).
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from echo_megatron.event_files import load_event_folder
 from echo_megatron.figures import arm_colours
-from echo_megatron.loss_runs import ComparisonRefused, load_run
+from echo_megatron.loss_runs import FACTS, ComparisonRefused, load_run
 from echo_megatron.loss_statistics import T95, Windows, _t95, group_arms, moving_average, tail_difference, tail_loss
 from echo_megatron.report import compare, main
 
@@ -222,11 +222,11 @@ def test_runs_that_differ_are_refused_by_name_and_value(tmp_path: Path, fact: st
     with pytest.raises(ComparisonRefused) as refusal:
         compare(runs, tmp_path / "out")
     message = str(refusal.value)
-    assert f"differs: a {values[0]}, b {values[1]}" in message
+    assert f"different {FACTS[fact]}: a {values[0]}, b {values[1]}" in message
     assert f"--allow-different {fact}\n" in message + "\n"  # this one and no other
     assert not (tmp_path / "out").exists()
     remarks = compare(runs, tmp_path / "out", allow_different=[fact]).report["remarks"]
-    assert any(f"differs (allowed): a {values[0]}, b {values[1]}" in remark for remark in remarks)
+    assert f"Allowed to differ: {FACTS[fact]}: a {values[0]}, b {values[1]}" in remarks
 
 
 def test_all_differences_are_named_at_once(tmp_path: Path) -> None:
@@ -249,14 +249,14 @@ def test_unfinished_runs_are_marked_and_compared_up_to_the_common_step(tmp_path:
         write_run(tmp_path / "a", "nccl", losses=np.arange(1.0, 61.0)),
         write_run(tmp_path / "b", "echo4", losses=np.arange(1.0, 31.0), max_steps=60, status="stopped"),
     ]
-    with pytest.raises(ComparisonRefused, match=r"steps differs: a 60, b 30 of 60, stopped"):
+    with pytest.raises(ComparisonRefused, match=r"different steps: a 60, b 30 of 60 \(stopped\)"):
         compare(runs, tmp_path / "out")
     report = compare(runs, tmp_path / "out", allow_different=["steps"]).report
     assert report["windows"]["end"] == 30
     assert [arm["tail"]["mean"] for arm in report["arms"]] == [25.5, 25.5]
-    assert arm_entry(report, "echo4")["steps"] == ["30 of 60, stopped"]
+    assert arm_entry(report, "echo4")["steps"] == ["30 of 60 (stopped)"]
     assert arm_entry(report, "nccl")["tp_bytes"] == 30 * 4.0e6
-    assert "b is not finished: 30 of 60, stopped." in report["remarks"]
+    assert "b is not finished: 30 of 60 (stopped)." in report["remarks"]
 
 
 def test_losses_that_are_not_finite_are_shown(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_event_folders_need_leave_for_what_they_do_not_record(tmp_path: Path) ->
 def test_unverified_does_not_excuse_what_is_known_to_differ(tmp_path: Path) -> None:
     losses = np.linspace(8, 4, 60)
     lm = write_megatron_events(tmp_path / "lm", losses, seed=2)
-    with pytest.raises(ComparisonRefused, match="seed differs: a 1, lm 2"):
+    with pytest.raises(ComparisonRefused, match="different seed: a 1, lm 2"):
         compare([write_run(tmp_path / "a", "nccl"), lm], tmp_path / "out", allow_unverified=True)
 
 
