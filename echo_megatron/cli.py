@@ -28,7 +28,9 @@ def config_dir() -> Path:
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "pretrain.yaml").is_file():
             return folder
-    raise FileNotFoundError(f"configs/pretrain.yaml: expected in {package} or {package.parent}; install the package again")
+    raise FileNotFoundError(
+        f"configs/pretrain.yaml: expected in {package} or {package.parent}; install the package again"
+    )
 
 
 def pretrain(arguments: Sequence[str]) -> int:
@@ -54,10 +56,12 @@ def pretrain(arguments: Sequence[str]) -> int:
                 statuses.append(launch(config))
                 return
             if HydraConfig.get().mode is RunMode.MULTIRUN:
-                raise ValueError("--multirun: start echo-megatron plain, not under torchrun; it starts torchrun for each job")
+                raise ValueError(
+                    "--multirun: start echo-megatron plain, not under torchrun; it starts torchrun for each job"
+                )
             from echo_megatron.pretrain.worker import run_worker
 
-            statuses.append(run_worker(config))
+            statuses.append(run_worker(config, " ".join(sys.argv)))
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             statuses.append(2)

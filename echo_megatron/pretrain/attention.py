@@ -49,7 +49,9 @@ class SdpaCoreAttention(MegatronModule):
             f"softmax_type={config.softmax_type} (expected vanilla)": config.softmax_type != "vanilla",
         }
         if reasons := [name for name, is_refused in refused.items() if is_refused]:
-            raise ValueError(f"SdpaCoreAttention does not support {', '.join(reasons)}; use Megatron's DotProductAttention")
+            raise ValueError(
+                f"SdpaCoreAttention does not support {', '.join(reasons)}; use Megatron's DotProductAttention"
+            )
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(

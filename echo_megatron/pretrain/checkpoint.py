@@ -1,19 +1,9 @@
-"""Checkpoints of a run: Megatron's distributed format, written beside and renamed, so that a killed save never costs one.
-
-    checkpoints/iter_0000100/   model, optimizer, scheduler, random-number states, step, settings
-    checkpoints/latest.json     {"step": 100, "folder": "iter_0000100"}
-
-A save writes `iter_….tmp`, renames it, and only then replaces `latest.json`; both renames are atomic.
-"""
+"""What a checkpoint holds, in Megatron's distributed format: model, optimizer, scheduler, random-number states, step."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +16,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from echo_megatron.run_folder import write_atomic
+from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
 
 
 @dataclass
@@ -38,77 +28,34 @@ class TrainingState:
     scheduler: OptimizerParamScheduler
 
 
-class Checkpoints:
-    """The checkpoints of one run folder. Every method is called by all processes, but for `latest` and `settings`.
+def save(folder: CheckpointFolder, step: int, state: TrainingState, settings: dict[str, Any]) -> None:
+    """Write the checkpoint of `step`; does nothing where it is the latest already. Called by all processes.
 
-    Args:
-        path: the folder `checkpoints`.
-        keep: how many of the newest stay.
+    Raises:
+        OSError: the disk is full or not writable.
     """
+    if _agree(folder.latest()) == step:
+        return
+    is_writer = dist.get_rank() == 0
+    if is_writer:
+        folder.begin(step)
+    dist.barrier()
+    sharded = {**_sharded(state, is_loading=False), "step": step, "scheduler": state.scheduler.state_dict()}
+    dist_checkpointing.save(sharded, str(folder.partial(step)))
+    dist.barrier()
+    if is_writer:
+        folder.commit(step, settings)
+    dist.barrier()
 
-    def __init__(self, path: Path, keep: int):
-        self.path = path
-        self._keep = keep
 
-    def latest(self) -> int | None:
-        """Step of the newest whole checkpoint, or None.
-
-        Raises:
-            ValueError: latest.json names a checkpoint that is not there.
-        """
-        pointer = self.path / "latest.json"
-        if not pointer.exists():
-            return None
-        step = int(json.loads(pointer.read_text())["step"])
-        if not self._folder(step).is_dir():
-            raise ValueError(f"{pointer}: names {self._folder(step).name}, which is missing; restore it or delete the run folder")
-        return step
-
-    def settings(self, step: int) -> dict[str, Any]:
-        """The settings of the run that saved the checkpoint."""
-        return json.loads((self._folder(step) / "settings.json").read_text())
-
-    def save(self, step: int, state: TrainingState, settings: dict[str, Any]) -> None:
-        """Write the checkpoint of `step` and drop old ones; does nothing where it is the latest already.
-
-        Raises:
-            OSError: the disk is full or not writable.
-        """
-        if _agree(self.latest()) == step:
-            return
-        folder, partial = self._folder(step), self._folder(step).with_suffix(".tmp")
-        if dist.get_rank() == 0:
-            self._drop_partial()
-            shutil.rmtree(folder, ignore_errors=True)  # whole, but latest.json never came to name it
-            partial.mkdir(parents=True)
-        dist.barrier()
-        sharded = {**_sharded(state, is_loading=False), "step": step, "scheduler": state.scheduler.state_dict()}
-        dist_checkpointing.save(sharded, str(partial))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            write_atomic(partial / "settings.json", json.dumps(settings, indent=2) + "\n")
-            os.replace(partial, folder)
-            write_atomic(self.path / "latest.json", json.dumps({"step": step, "folder": folder.name}) + "\n")
-            for old in sorted(self.path.glob("iter_*[0-9]"))[: -self._keep]:
-                if old != folder:
-                    shutil.rmtree(old)
-        dist.barrier()
-
-    def load(self, step: int, state: TrainingState) -> None:
-        """Restore `state` and the random-number states from the checkpoint of `step`."""
-        loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(self._folder(step)))
-        state.chunk.load_state_dict(loaded["model"])
-        state.optimizer.load_state_dict(loaded["optimizer"])
-        state.scheduler.load_state_dict(loaded["scheduler"])
-        _set_rng_state(loaded["rng"])
-        assert loaded["step"] == step
-
-    def _folder(self, step: int) -> Path:
-        return self.path / f"iter_{step:07d}"
-
-    def _drop_partial(self) -> None:
-        for partial in self.path.glob("iter_*.tmp"):
-            shutil.rmtree(partial)
+def load(folder: CheckpointFolder, step: int, state: TrainingState) -> None:
+    """Restore `state` and the random-number states from the checkpoint of `step`. Called by all processes."""
+    loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder.whole(step)))
+    state.chunk.load_state_dict(loaded["model"])
+    state.optimizer.load_state_dict(loaded["optimizer"])
+    state.scheduler.load_state_dict(loaded["scheduler"])
+    _set_rng_state(loaded["rng"])
+    assert loaded["step"] == step
 
 
 def _sharded(state: TrainingState, is_loading: bool) -> dict[str, Any]:
@@ -120,7 +67,10 @@ def _sharded(state: TrainingState, is_loading: bool) -> dict[str, Any]:
         "rng": ShardedObject(
             "rng_state",
             _rng_state(),
-            (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()),
+            (
+                parallel_state.get_pipeline_model_parallel_world_size(),
+                parallel_state.get_tensor_model_parallel_world_size(),
+            ),
             (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
             replica_id=parallel_state.get_data_parallel_rank(),
         ),

@@ -1,50 +1,69 @@
-"""Batches from Megatron's GPTDataset over indexed datasets; a batch is a function of the step alone, so resuming needs no state."""
+"""Batches of a run. A batch is a function of its step alone, so a resumed run needs no state of the data."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from echo_megatron.data import PreparedData
+from echo_megatron.data.indexed import check_indexed_dataset
 from echo_megatron.pretrain.schema import DataConfig, PretrainConfig
+
+if TYPE_CHECKING:
+    from echo_megatron.data.gpt import DatasetSource
 
 Batch = dict[str, torch.Tensor]
 
 
-def check_data(data: DataConfig) -> None:
-    """Raise where a prefix has no tokens, and say how to make them.
+@dataclass
+class Data:
+    """The tokens of a run, checked but not yet opened.
+
+    Attributes:
+        name: what reports call them.
+        fingerprint: SHA-256 that names the content, wherever it lies.
+        tokens: of training.
+    """
+
+    name: str
+    fingerprint: str
+    tokens: int
+
+
+def check_data(data: DataConfig) -> Data:
+    """Check that the tokens are there and are what the configuration says.
 
     Raises:
-        FileNotFoundError: `PREFIX.bin` or `PREFIX.idx` is missing.
+        ValueError: missing or damaged, with the command that makes them; or made with another vocabulary.
     """
-    for name in ("train_prefix", "validation_prefix"):
-        prefix = getattr(data, name)
-        missing = [f"{prefix}{suffix}" for suffix in (".bin", ".idx") if prefix and not Path(f"{prefix}{suffix}").is_file()]
-        if missing:
-            hint = f"; make it with `{data.prepare}`" if data.prepare else "; see docs/data.md"
-            raise FileNotFoundError(f"data.{name}: expected a Megatron indexed dataset, {' and '.join(missing)} missing{hint}")
+    try:
+        if data.folder is None:
+            tokens = sum(check_indexed_dataset(prefix, data.vocab_size).tokens for prefix in data.train)
+            return Data(data.name, _source(data).fingerprint, tokens)
+        prepared = PreparedData.load(data.folder)
+    except ValueError as error:
+        hint = f". To make it: {data.prepare}" if data.prepare else ""
+        raise ValueError(f"data: {error}{hint}") from error
+    for name, expected in (("vocab_size", prepared.vocab_size), ("eod_id", prepared.eod)):
+        if getattr(data, name) != expected:
+            raise ValueError(
+                f"data.{name}: expected {expected}, which {data.folder} was made with, got {getattr(data, name)}"
+            )
+    return Data(data.name, prepared.fingerprint, prepared.train_tokens)
 
 
-def describe_data(data: DataConfig) -> dict[str, Any]:
-    """What reports compare runs by: name, tokens, and a fingerprint of the index and of the tokens at both ends."""
-    digest = hashlib.sha256()
-    for prefix in filter(None, (data.train_prefix, data.validation_prefix)):
-        digest.update(Path(f"{prefix}.idx").read_bytes())
-        with Path(f"{prefix}.bin").open("rb") as file:
-            digest.update(file.read(1 << 20))
-            size = file.seek(0, 2)
-            file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read())
-    tokens = int(IndexedDataset(data.train_prefix).sequence_lengths.sum())
-    return {"name": data.name, "fingerprint": digest.hexdigest()[:16], "tokens": tokens}
+def _source(data: DataConfig) -> DatasetSource:
+    # Megatron-core takes seconds to import, which the launcher's checks need not pay for.
+    from echo_megatron.data.gpt import DatasetSource
+    from echo_megatron.data.tokenizer import DatasetTokenizer
+
+    if data.folder is not None:
+        return DatasetSource.from_prepared(PreparedData.load(data.folder))
+    tokenizer = DatasetTokenizer(data.vocab_size, data.eod_id, data.name)
+    return DatasetSource.from_prefixes(data.train, tokenizer, data.validation or None, data.split)
 
 
 class BatchSource:
@@ -56,34 +75,21 @@ class BatchSource:
     """
 
     def __init__(self, config: PretrainConfig, device: torch.device):
+        from megatron.core import parallel_state
+
+        from echo_megatron.data.gpt import build_datasets
+
         self._device = device
         self._trainer = config.trainer
         self._dp_rank = parallel_state.get_data_parallel_rank()
-        train_samples = config.trainer.max_steps * config.trainer.global_batch_size
-        validation_samples = config.trainer.val_batches * config.trainer.global_batch_size
-        prefixes = (config.data.train_prefix, config.data.validation_prefix)
-        splits = BlendedMegatronDatasetBuilder(
-            GPTDataset,
-            [train_samples, validation_samples if prefixes[1] else 0, 0],
-            lambda: True,
-            GPTDatasetConfig(
-                random_seed=config.seed,
-                sequence_length=config.model.sequence_length,
-                blend_per_split=[([prefix], None) if prefix else None for prefix in (*prefixes, None)],
-                path_to_cache=config.data.cache_dir,
-                tokenizer=_vocabulary(config.data),
-                reset_position_ids=False,
-                reset_attention_mask=False,
-                eod_mask_loss=False,
-                create_attention_mask=False,
-            ),
-        ).build()
-        self._train, self._validation = splits[0], splits[1]
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether there are held-out tokens."""
-        return self._validation is not None
+        self._train, self._validation = build_datasets(
+            _source(config.data),
+            sequence_length=config.model.sequence_length,
+            seed=config.seed,
+            num_train_samples=config.trainer.max_steps * config.trainer.global_batch_size,
+            num_validation_samples=config.trainer.val_batches * config.trainer.global_batch_size,
+            cache_dir=config.data.cache_dir,
+        )
 
     def train(self, step: int) -> Iterator[Batch]:
         """The micro-batches of training step `step` (from 1)."""
@@ -94,7 +100,7 @@ class BatchSource:
         return self._microbatches(self._validation, idx)
 
     def _microbatches(self, dataset: Any, global_batch_idx: int) -> Iterator[Batch]:
-        """Megatron's order: a micro-batch of every data-parallel rank, then the next of every rank."""
+        """Megatron's order: one micro-batch of every data-parallel rank, then the next of every rank."""
         size = self._trainer.micro_batch_size
         for microbatch_idx in range(self._trainer.num_microbatches):
             start = global_batch_idx * self._trainer.global_batch_size
@@ -102,12 +108,3 @@ class BatchSource:
             samples = [dataset[sample_idx] for sample_idx in range(start, start + size)]
             keys = ("tokens", "labels", "loss_mask", "position_ids")
             yield {key: torch.stack([sample[key] for sample in samples]).to(self._device) for key in keys}
-
-
-def _vocabulary(data: DataConfig) -> Any:
-    """What GPTDataset asks a tokenizer for: ids, and an identity for its index cache.
-
-    The tokens are part of the identity: Megatron's cache goes by path alone and would serve the old index for new tokens.
-    """
-    identity = {"vocab_size": data.vocab_size, "eod": data.eod_id, "tokens": describe_data(data)["fingerprint"]}
-    return SimpleNamespace(vocab_size=data.vocab_size, eod=data.eod_id, pad=-1, unique_identifiers=identity)

@@ -12,6 +12,8 @@ from types import FrameType
 
 from omegaconf import OmegaConf
 
+from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
+from echo_megatron.pretrain.quiet import quieten_libraries
 from echo_megatron.pretrain.schema import PretrainConfig
 from echo_megatron.pretrain.stop import STOP_FILE
 
@@ -27,9 +29,13 @@ def launch(config: PretrainConfig) -> int:
     Raises:
         ValueError, OSError: see `preflight`.
     """
+    quieten_libraries()
     from echo_megatron.pretrain.preflight import preflight
 
     device = preflight(config).device
+    if CheckpointFolder(config.run_dir / "checkpoints", 1).latest() == config.trainer.max_steps:
+        print(f"{config.run_dir}: finished already, after step {config.trainer.max_steps}")
+        return 0
     (config.run_dir / STOP_FILE).unlink(missing_ok=True)
     processes = config.trainer.world_size
     with tempfile.TemporaryDirectory(prefix="echo-megatron-") as folder:
@@ -37,7 +43,8 @@ def launch(config: PretrainConfig) -> int:
         file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
-            *("-m", "echo_megatron.pretrain.worker", "--config", str(file), "--launcher-pid", str(os.getpid())),
+            *("-m", "echo_megatron.pretrain.worker", "--config", str(file)),
+            *("--command", " ".join(sys.argv), "--launcher-pid", str(os.getpid())),
         ]
         environment = dict(os.environ)
         if device.type == "cpu":

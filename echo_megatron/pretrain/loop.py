@@ -13,7 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from echo_megatron.pretrain.checkpoint import Checkpoints, TrainingState
+from echo_megatron.pretrain import checkpoint
+from echo_megatron.pretrain.checkpoint import TrainingState
+from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
 from echo_megatron.pretrain.dataset import Batch, BatchSource
 from echo_megatron.pretrain.distributed import any_rank
 from echo_megatron.pretrain.model import build_model
@@ -40,15 +42,16 @@ class Trainer:
         plan: from `preflight`.
         device: of this process, from `distributed`.
         stop: asked after each step.
+        command: what the user typed, for run.json.
     """
 
-    def __init__(self, config: PretrainConfig, plan: Plan, device: torch.device, stop: StopRequest):
+    def __init__(self, config: PretrainConfig, plan: Plan, device: torch.device, stop: StopRequest, command: str):
         self.config = config
         self._device = device
         self._stop = stop
         self._settings = plan.settings
-        self._checkpoints = Checkpoints(config.run_dir / "checkpoints", config.trainer.keep_checkpoints)
-        self._record = RunRecord(config, plan, device) if dist.get_rank() == 0 else None
+        self._checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.keep_checkpoints)
+        self._record = RunRecord(config, plan, device, command) if dist.get_rank() == 0 else None
         self._batches = BatchSource(config, device)
         chunks = build_model(config, plan.dtype, device)
         self._communication = _install(chunks, config)
@@ -92,7 +95,7 @@ class Trainer:
         """Restore the newest checkpoint; returns its step, or 0."""
         step = self._checkpoints.latest() or 0
         if step:
-            self._checkpoints.load(step, self._state)
+            checkpoint.load(self._checkpoints, step, self._state)
         if self._record is not None:
             self._record.folder.truncate(step)
         return step
@@ -105,13 +108,13 @@ class Trainer:
                 log.step(result)
             self._count_nonfinite(result)
             is_last = step == trainer.max_steps
-            if self._batches.has_validation and (is_last or _is_due(step, trainer.val_interval)):
+            if is_last or _is_due(step, trainer.val_interval):
                 loss = self._validate()
                 if log is not None:
                     log.validation(step, loss)
             stopping = any_rank(self._stop.reason() is not None, self._device)
             if is_last or stopping or _is_due(step, trainer.save_interval):
-                self._checkpoints.save(step, self._state, self._settings)
+                checkpoint.save(self._checkpoints, step, self._state, self._settings)
             if stopping and not is_last:
                 return "stopped"
         return "finished"
@@ -131,14 +134,21 @@ class Trainer:
         state.scheduler.step(1)
         seconds = time.perf_counter() - start
         return StepResult(
-            step, loss, float(lr), math.nan if grad_norm is None else grad_norm, step * self._tokens_per_step, seconds, tp_bytes
+            step,
+            loss,
+            float(lr),
+            math.nan if grad_norm is None else grad_norm,
+            step * self._tokens_per_step,
+            seconds,
+            tp_bytes,
         )
 
     @torch.no_grad()
     def _validate(self) -> float:
         self._state.chunk.eval()
         losses = [
-            self._pass(self._batches.validation(idx), forward_only=True) for idx in range(self.config.trainer.val_batches)
+            self._pass(self._batches.validation(idx), forward_only=True)
+            for idx in range(self.config.trainer.val_batches)
         ]
         self._state.chunk.train()
         return sum(losses) / len(losses)

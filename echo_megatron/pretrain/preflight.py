@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from echo_megatron.pretrain.checkpoint import Checkpoints
-from echo_megatron.pretrain.dataset import check_data, describe_data
-from echo_megatron.pretrain.distributed import resolve_device, resolve_dtype
+from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
+from echo_megatron.pretrain.dataset import Data, check_data
+from echo_megatron.pretrain.device import resolve_device, resolve_dtype
 from echo_megatron.pretrain.schema import PretrainConfig, Resume, validate
 from echo_megatron.pretrain.settings import check_same, run_settings
 
@@ -22,13 +22,13 @@ class Plan:
     Attributes:
         device: kind of device.
         dtype: of parameters and activations.
-        data: name, fingerprint and tokens, for reports.
+        data: the tokens, for reports.
         settings: everything that decides the run's numbers.
     """
 
     device: torch.device
     dtype: torch.dtype
-    data: dict[str, Any]
+    data: Data
     settings: dict[str, Any]
 
 
@@ -40,15 +40,14 @@ def preflight(config: PretrainConfig, num_local_processes: int | None = None) ->
         num_local_processes: processes on this machine; None: all of the run's.
 
     Raises:
-        ValueError: options that do not go together, too few GPUs, or a run folder with another run in it.
-        OSError: tokens missing, or a run folder that cannot be written.
+        ValueError: options that do not go together, too few GPUs, missing tokens, or a run folder with another run in it.
+        OSError: a run folder that cannot be written.
     """
     validate(config)
-    check_data(config.data)
     device = resolve_device(config.trainer, num_local_processes)
     dtype = resolve_dtype(config.trainer.precision, device)
-    data = describe_data(config.data)
-    settings = run_settings(config, {"data": data["fingerprint"], "precision": str(dtype), "device": device.type})
+    data = check_data(config.data)
+    settings = run_settings(config, {"data": data.fingerprint, "precision": str(dtype), "device": device.type})
     _check_writable(config)
     _check_resume(config, settings)
     return Plan(device, dtype, data, settings)
@@ -60,11 +59,13 @@ def _check_writable(config: PretrainConfig) -> None:
         with tempfile.TemporaryFile(dir=config.run_dir):
             pass
     except OSError as error:
-        raise OSError(f"run folder {config.run_dir}: cannot be written ({error}); choose another runs_dir or name") from error
+        raise OSError(
+            f"run folder {config.run_dir}: cannot be written ({error}); choose another runs_dir or name"
+        ) from error
 
 
 def _check_resume(config: PretrainConfig, settings: dict[str, Any]) -> None:
-    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.trainer.keep_checkpoints)
+    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.keep_checkpoints)
     step = checkpoints.latest()
     if config.trainer.resume is Resume.never and (config.run_dir / "metrics.jsonl").exists():
         raise ValueError(

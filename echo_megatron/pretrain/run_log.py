@@ -60,7 +60,12 @@ class RunLog:
         self._tensorboard = SummaryWriter(str(path), purge_step=first_step if first_step > 1 else None)
         self._progress: Progress | None = None
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+            )
             self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
             self._task = self._progress.add_task("step", total=max_steps, completed=first_step - 1, status="")
 
@@ -83,7 +88,12 @@ class RunLog:
         """Record one training step."""
         self._folder.append({"kind": "train", **vars(result)})
         rate = self._tokens_per_step / result.seconds
-        scalars = {"lm loss": result.loss, "learning-rate": result.lr, "grad-norm": result.grad_norm, "tokens-per-second": rate}
+        scalars = {
+            "lm loss": result.loss,
+            "learning-rate": result.lr,
+            "grad-norm": result.grad_norm,
+            "tokens-per-second": rate,
+        }
         if result.tp_bytes is not None:
             scalars["tp-bytes"] = result.tp_bytes
         for name, value in scalars.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from echo_megatron.run_folder import RunFolder, write_atomic
 class RunRecord:
     """Writes config.yaml and run.json of one run; on rank 0 only."""
 
-    def __init__(self, config: PretrainConfig, plan: Plan, device: torch.device):
+    def __init__(self, config: PretrainConfig, plan: Plan, device: torch.device, command: str):
         self.folder = RunFolder(config.run_dir)
         self._config = config
         trainer = config.trainer
@@ -30,7 +30,7 @@ class RunRecord:
             "name": config.name,
             "tp_comm": tp_comm_name(config.tp_comm),
             "seed": config.seed,
-            "data": plan.data,
+            "data": asdict(plan.data),
             "global_batch_size": trainer.global_batch_size,
             "sequence_length": config.model.sequence_length,
             "tensor_parallel": trainer.tensor_parallel,
@@ -44,7 +44,7 @@ class RunRecord:
             "machine": _machine(device),
             "versions": _versions(),
             "commit": _commit(),
-            "command": " ".join(sys.argv),
+            "command": command,
         }
 
     def start(self, first_step: int, communication: str) -> str:
@@ -55,8 +55,9 @@ class RunRecord:
         self._write("running", None)
         run = self._run
         lines = [
-            f"{self.folder.path}: {run['parameters']:,} parameters, {run['tp_comm']}, {run['precision']}, TP={run['tensor_parallel']} "
-            f"PP={run['pipeline_parallel']} DP={run['data_parallel']}, {run['data']['name']} ({run['data']['tokens']:,} tokens)"
+            f"{self.folder.path}: {run['parameters']:,} parameters, {run['tp_comm']}, {run['precision']}, "
+            f"TP={run['tensor_parallel']} PP={run['pipeline_parallel']} DP={run['data_parallel']}, "
+            f"{run['data']['name']} ({run['data']['tokens']:,} tokens)"
         ]
         tokens = run["max_steps"] * run["global_batch_size"] * run["sequence_length"]
         if tokens > run["data"]["tokens"]:
@@ -106,7 +107,9 @@ def _commit() -> str | None:
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+" if changed else "")

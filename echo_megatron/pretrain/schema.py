@@ -63,7 +63,14 @@ class ModelConfig:
     recompute: Recompute = Recompute.none
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "rotary_base",
+        ):
             _require_at_least(f"model.{name}", getattr(self, name), 1)
         _require_at_least("model.sequence_length", self.sequence_length, 2)
         _require_between("model.layernorm_epsilon", self.layernorm_epsilon, 0, 1, lower_open=True)
@@ -80,22 +87,26 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Megatron indexed datasets (`PREFIX.bin` and `PREFIX.idx`) and the vocabulary that their tokens come from.
+    """The tokens: a prepared folder, or Megatron indexed datasets by their prefixes; and the vocabulary they come from.
 
     Attributes:
         name: what reports call the data.
-        train_prefix: path prefix of the training tokens.
-        validation_prefix: path prefix of the held-out tokens; null: no validation loss.
+        folder: what `echo_megatron.data` prepared, with its manifest.json; or null.
+        train: without `folder`: prefixes (paths without .bin and .idx), mixed in proportion to their tokens.
+        validation: prefixes of held-out tokens, or empty.
+        split: where `validation` is empty: Megatron's "train,validation" weights over the documents, e.g. "99,1".
         vocab_size: tokens of the tokenizer.
         padded_vocab_size: rows of the embedding; at least vocab_size and divisible by the tensor-parallel size.
         eod_id: id of the token that ends a document.
-        cache_dir: where Megatron keeps its sample indices; null: beside the tokens.
+        cache_dir: where the sample indices are kept; null: beside the tokens.
         prepare: command that makes the tokens, shown where they are missing.
     """
 
     name: str = "tokens"
-    train_prefix: str = "???"
-    validation_prefix: str | None = None
+    folder: str | None = None
+    train: list[str] = field(default_factory=list)
+    validation: list[str] = field(default_factory=list)
+    split: str | None = None
     vocab_size: int = 151_669
     padded_vocab_size: int = 151_936
     eod_id: int = 151_643
@@ -103,6 +114,15 @@ class DataConfig:
     prepare: str = ""
 
     def __post_init__(self) -> None:
+        if (self.folder is None) == (not self.train):
+            raise ValueError(
+                f"data: expected either data.folder (prepared tokens) or data.train (prefixes of indexed datasets), "
+                f"got folder={self.folder!r} and train={self.train!r}"
+            )
+        if self.folder is not None and (self.validation or self.split is not None):
+            raise ValueError(
+                "data.validation, data.split: expected neither with data.folder, which has its own validation tokens"
+            )
         _require_at_least("data.vocab_size", self.vocab_size, 2)
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
@@ -177,7 +197,14 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            *("max_steps", "micro_batch_size", "global_batch_size", "tensor_parallel", "pipeline_parallel", "data_parallel"),
+            *(
+                "max_steps",
+                "micro_batch_size",
+                "global_batch_size",
+                "tensor_parallel",
+                "pipeline_parallel",
+                "data_parallel",
+            ),
             *("val_batches", "keep_checkpoints", "log_interval", "max_nonfinite_steps", "timeout_s"),
         ):
             _require_at_least(f"trainer.{name}", getattr(self, name), 1)
@@ -210,7 +237,7 @@ class PretrainConfig:
     runs_dir: str = "runs"
     seed: int = 1234
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(folder="data/sample"))
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tp_comm: EchoConfig = field(default_factory=EchoConfig)
@@ -241,7 +268,9 @@ def validate(config: PretrainConfig) -> None:
         ("data.padded_vocab_size", config.data.padded_vocab_size),
     ):
         if value % tp:
-            raise ValueError(f"{name}: expected a multiple of trainer.tensor_parallel={tp}, got {value}; change one of the two")
+            raise ValueError(
+                f"{name}: expected a multiple of trainer.tensor_parallel={tp}, got {value}; change one of the two"
+            )
     if model.num_layers % pp:
         raise ValueError(
             f"model.num_layers: expected a multiple of trainer.pipeline_parallel={pp}, got {model.num_layers}; change one of the two"

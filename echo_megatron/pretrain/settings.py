@@ -13,7 +13,13 @@ from echo_megatron.pretrain.schema import PretrainConfig
 FREE = (
     *("name", "runs_dir", "data.cache_dir", "data.prepare", "data.name", "model.name"),
     *("trainer.val_interval", "trainer.val_batches", "trainer.save_interval", "trainer.keep_checkpoints"),
-    *("trainer.log_interval", "trainer.max_nonfinite_steps", "trainer.resume", "trainer.accept_changes", "trainer.timeout_s"),
+    *(
+        "trainer.log_interval",
+        "trainer.max_nonfinite_steps",
+        "trainer.resume",
+        "trainer.accept_changes",
+        "trainer.timeout_s",
+    ),
     # What they resolve to is compared.
     *("trainer.device", "trainer.precision"),
     "tp_comm.timeout_s",
@@ -30,7 +36,7 @@ def run_settings(config: PretrainConfig, extra: dict[str, Any]) -> dict[str, Any
     plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
     flat = dict(_flatten(plain))
     # The fingerprint says which tokens; where they lie is free.
-    for name in (*FREE, "data.train_prefix", "data.validation_prefix"):
+    for name in (*FREE, "data.folder", "data.train", "data.validation", "data.split"):
         flat.pop(name, None)
     return {**flat, **extra}
 
@@ -44,7 +50,8 @@ def check_same(saved: dict[str, Any], current: dict[str, Any], accept: list[str]
     different = [
         f"  {name}: the run has {saved.get(name)!r}, got {current.get(name)!r}"
         for name in sorted(saved.keys() | current.keys())
-        if saved.get(name) != current.get(name) and not any(name == part or name.startswith(f"{part}.") for part in accept)
+        if saved.get(name) != current.get(name)
+        and not any(name == part or name.startswith(f"{part}.") for part in accept)
     ]
     if different:
         raise ValueError(

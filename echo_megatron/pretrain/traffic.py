@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class TrafficMeter:
-    """Wraps torch.distributed's collectives, by module attribute, and adds up what this rank sends on the tensor-parallel group.
+    """Wraps torch.distributed's collectives, by module attribute, and adds up what this rank sends.
 
     Counted on every group whose ranks are those of the tensor-parallel group, in bytes of payload:
 

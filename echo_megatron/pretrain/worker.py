@@ -14,23 +14,25 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from echo_megatron.pretrain.quiet import quieten_libraries
 from echo_megatron.pretrain.schema import PretrainConfig
 
 EXIT_USER_ERROR = 2
 EXIT_NONFINITE = 3
 
 
-def run_worker(config: PretrainConfig, launcher_pid: int | None = None) -> int:
+def run_worker(config: PretrainConfig, command: str, launcher_pid: int | None = None) -> int:
     """Train in this process, one of those that torchrun started.
 
     Args:
         config: the run.
+        command: what the user typed, for run.json.
         launcher_pid: process that started torchrun, or None where a user did.
 
     Returns:
         0: finished, or stopped with a checkpoint; 2: refused; 3: the loss was not finite.
     """
-    # Both are read when CUDA starts. Megatron needs the first to order communication and matmuls; the second makes cuBLAS repeatable.
+    # Read when CUDA starts: Megatron needs the first to order communication and matmuls, cuBLAS the second to be repeatable.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -38,7 +40,7 @@ def run_worker(config: PretrainConfig, launcher_pid: int | None = None) -> int:
     if rank != 0:
         logging.getLogger().setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
-    _quieten_libraries()
+    quieten_libraries()
 
     from echo_megatron.pretrain.distributed import distributed
     from echo_megatron.pretrain.loop import NonFiniteError, Trainer
@@ -49,7 +51,7 @@ def run_worker(config: PretrainConfig, launcher_pid: int | None = None) -> int:
     try:
         plan = preflight(config, int(os.environ["LOCAL_WORLD_SIZE"]))
         with _lock(config.run_dir, rank), distributed(config, plan.device) as device:
-            Trainer(config, plan, device, stop).run()
+            Trainer(config, plan, device, stop, command).run()
     except (ValueError, OSError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -71,26 +73,22 @@ def _lock(run_dir: Path, rank: int) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"run folder {run_dir}: another process is training in it; wait for it or choose another name") from None
+            text = "another process is training in it; wait for it or choose another name"
+            raise ValueError(f"run folder {run_dir}: {text}") from None
         yield
-
-
-def _quieten_libraries() -> None:
-    """Megatron-core warns on every import that Transformer Engine and Apex are missing; here they are not wanted."""
-    for name in ("megatron.core", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\.distributed\..*")
 
 
 def main() -> int:
     """Read the configuration that the launcher wrote, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file with the whole configuration")
+    parser.add_argument("--command", default=" ".join(sys.argv), help="what run.json says was typed")
     parser.add_argument("--launcher-pid", type=int, help="stop when this process is gone")
     arguments = parser.parse_args()
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PretrainConfig), OmegaConf.load(arguments.config)))
+    schema = OmegaConf.structured(PretrainConfig)
+    config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(arguments.config)))
     assert isinstance(config, PretrainConfig)
-    return run_worker(config, arguments.launcher_pid)
+    return run_worker(config, arguments.command, arguments.launcher_pid)
 
 
 if __name__ == "__main__":
