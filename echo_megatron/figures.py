@@ -25,6 +25,8 @@ COLOURS = {
 MORE_COLOURS = ("#56B4E9", "#CC79A7", "#009E73", "#E69F00", "#D55E00", "#0072B2", "#8C6D31", "#7F7F7F")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.5, 1), (6, 1.5, 1.5, 1.5), (3, 1, 1, 1, 1, 1))
 
+Styles = dict[str, dict[str, Any]]  # label -> keywords of Axes.plot
+
 
 def draw(path: Path, arms: list[Arm], baseline: Arm, windows: Windows, title: str, caption: str) -> None:
     """Write the figure to `path` (PNG, 12 in wide, 150 dpi)."""
@@ -62,7 +64,7 @@ def _style(place: int, colour: str) -> dict[str, Any]:
     return {"color": colour, "linewidth": 1.3, "dashes": DASHES[place % len(DASHES)], "zorder": 3 + place}
 
 
-def _draw_full(axes: Axes, arms: list[Arm], styles: dict[str, dict[str, Any]], windows: Windows) -> None:
+def _draw_full(axes: Axes, arms: list[Arm], styles: Styles, windows: Windows) -> None:
     highest, lowest = [], []
     for arm in arms:
         steps, losses = mean_curve(arm)
@@ -70,7 +72,7 @@ def _draw_full(axes: Axes, arms: list[Arm], styles: dict[str, dict[str, Any]], w
         axes.plot(steps, mean, label=_legend_label(arm), **styles[arm.label])
         _mark_nonfinite(axes, arm, styles[arm.label]["color"])
         # The first steps fall from ln(vocabulary) and would flatten all that follows.
-        shown = mean[(steps > 0.05 * steps[-1]) & np.isfinite(mean)]
+        shown = mean[(steps > 0.1 * steps[-1]) & np.isfinite(mean)]
         highest += [shown.max()] if len(shown) else []
         lowest += [shown.min()] if len(shown) else []
     axes.axvspan(windows.end - windows.panel, windows.end, color="0.9", zorder=0, linewidth=0)
@@ -84,7 +86,7 @@ def _draw_full(axes: Axes, arms: list[Arm], styles: dict[str, dict[str, Any]], w
     axes.legend(handles=handles, loc="upper right", fontsize=8.5, frameon=False, handlelength=3)
 
 
-def _draw_tail(axes: Axes, arms: list[Arm], styles: dict[str, dict[str, Any]], windows: Windows) -> None:
+def _draw_tail(axes: Axes, arms: list[Arm], styles: Styles, windows: Windows) -> None:
     start = windows.end - windows.panel
     edges: list[float] = []
     seeds = max(len(arm.runs) for arm in arms)
@@ -106,9 +108,7 @@ def _draw_tail(axes: Axes, arms: list[Arm], styles: dict[str, dict[str, Any]], w
     axes.set_title(f"last {windows.panel:,} steps, {_steps(windows.band)} average, ±1 s.d. {over}", fontsize=10)
 
 
-def _draw_difference(
-    axes: Axes, arms: list[Arm], baseline: Arm, styles: dict[str, dict[str, Any]], windows: Windows
-) -> None:
+def _draw_difference(axes: Axes, arms: list[Arm], baseline: Arm, styles: Styles, windows: Windows) -> None:
     axes.axhline(0, **styles[baseline.label])
     edges: list[float] = [0.0]
     with_error = False

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
             tail_panel=arguments.tail_panel,
             title=arguments.title,
         )
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
     result.show()

@@ -203,7 +203,7 @@ def test_baseline_by_label_or_run_name(tmp_path: Path) -> None:
 
 # --- refusals ---
 
-DIFFERENCES = {
+DIFFERENCES: dict[str, dict] = {
     "data": {"data": {"name": "sample", "fingerprint": "beef", "tokens": 1}},
     "batch": {"global_batch_size": 32},
     "sequence": {"sequence_length": 256},
@@ -298,7 +298,12 @@ def write_megatron_events(
 ) -> Path:
     """What Megatron-LM's training_log, evaluate_and_print_results and write_args_to_tensorboard write."""
     with SummaryWriter(str(folder)) as writer:
-        values = {"seed": seed, "seq_length": 128, "train_iters": 60, "tensor_model_parallel_size": 2}
+        values: dict[str, object] = {
+            "seed": seed,
+            "seq_length": 128,
+            "train_iters": 60,
+            "tensor_model_parallel_size": 2,
+        }
         values |= {"bf16": False, "fp16": False, "optimizer": "adam", "min_lr": 1e-4, "lr_warmup_iters": 5}
         values |= {"lr_decay_style": "cosine", "weight_decay": 0.1, "clip_grad": 1.0}
         for name, value in values.items() if arguments else ():
