@@ -25,7 +25,7 @@ $(RUN_STAMP): requirements/run.txt $(INSTALLER)
 	@touch $@
 
 $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
-	@rm -f $@
+	@rm -f $(RUN_STAMP) $@
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/test.txt
 	@touch $(RUN_STAMP) $@
 
