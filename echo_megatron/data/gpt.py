@@ -142,7 +142,7 @@ def build_datasets(
         sequence_length=sequence_length,
         split=source.split,
         path_to_cache=str(cache),
-        tokenizer=source.tokenizer,  # type: ignore[arg-type]  # Megatron asks for these attributes only
+        tokenizer=source.tokenizer,  # Megatron asks for these attributes only
         reset_position_ids=reset_position_ids,
         reset_attention_mask=reset_attention_mask,
         eod_mask_loss=eod_mask_loss,

@@ -107,7 +107,7 @@ def build_manifest(
     name: str, tokenizer: dict[str, Any], splits: dict[str, WrittenDataset], **details: Any
 ) -> dict[str, Any]:
     """Assemble a manifest; it holds no time, path or machine, so equal data give equal manifests."""
-    entries = {
+    entries: dict[str, dict[str, Any]] = {
         split: {"documents": written.documents, "tokens": written.tokens, "files": written.files}
         for split, written in splits.items()
         if written.documents

@@ -109,7 +109,7 @@ def _dolma(args: argparse.Namespace, console: Console) -> PreparedData:
 def _expand(pattern: str) -> list[Path]:
     if not glob.has_magic(pattern):
         return [Path(pattern)]
-    paths = sorted(glob.glob(pattern))
+    paths = sorted(glob.glob(pattern))  # noqa: PTH207  # Path.glob takes no absolute patterns
     if not paths:
         raise ValueError(f"{pattern}: matches no file")
     return [Path(path) for path in paths]

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from echo_megatron.data.files import exclusive_lock, publish, read_json, write_json
 from echo_megatron.data.indexed import IndexedWriter
 from echo_megatron.data.manifest import MANIFEST, TRAIN, VALIDATION, PreparedData, build_manifest, tokenizer_facts
-from echo_megatron.data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, encode_documents, vocabulary_size
+from echo_megatron.data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, encode_documents, token_id, vocabulary_size
 
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end of text
 VALIDATION_EVERY = 20  # of the messages, chosen by the hash of their name
@@ -84,7 +84,7 @@ def _write(folder: Path, options: dict[str, Any]) -> None:
     tokenizer = train_tokenizer(splits[TRAIN], options["vocab_size"])
     tokenizer.save(str(folder / TOKENIZER_FILE))
     tokenizer.encode_special_tokens = True
-    eod = tokenizer.token_to_id(END_OF_TEXT)
+    eod = token_id(tokenizer, END_OF_TEXT, folder / TOKENIZER_FILE)
     size = vocabulary_size(tokenizer)
     written = {}
     for split, texts in splits.items():

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -78,7 +78,7 @@ class _CountedFile:
 
 def _lines(source: _CountedFile, counts: ShardCounts, max_line_bytes: int) -> Iterator[bytes]:
     """The shard's lines, numbered in `counts.lines`; they end where the gzip stream breaks, see `counts.corrupt`."""
-    with gzip.GzipFile(fileobj=source, mode="rb") as stream:
+    with gzip.GzipFile(fileobj=cast(BinaryIO, source), mode="rb") as stream:
         try:
             while line := stream.readline(max_line_bytes):
                 counts.lines += 1

@@ -19,7 +19,7 @@ from echo_megatron.data.shards import is_validation
 from echo_megatron.data.tokenizer import TOKENIZER_FILE, find_tokenizer, load_tokenizer, vocabulary_size
 
 CHUNK_TOKENS = 1 << 22
-RAW_DTYPES = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
+RAW_DTYPES: dict[str, np.dtype] = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
 QWEN3_VOCABULARY, QWEN3_EOD = 151_669, 151_643
 
 
