@@ -31,7 +31,22 @@ from echo_megatron.data.tokens import TokenOptions, pack_tokens, read_tokens
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "scripts" / "prepare_dolma_c4.py"
-WORDS = ["the", "state", "of", "our", "union", "is", "strong", "café", "中文", "naïve", "🙂", "<|endoftext|>"]
+WORDS = [
+    "the",
+    "state",
+    "of",
+    "our",
+    "union",
+    "is",
+    "strong",
+    "café",
+    "中文",
+    "naïve",
+    "🙂",
+    "<|endoftext|>",
+    "government",
+    "congress",
+]
 
 
 def text(shard: int, line: int, words: int = 12) -> str:
@@ -117,7 +132,7 @@ def test_workers_do_not_show_in_the_result(shards, tokenizer, tmp_path):
 
 def test_killed_run_continues_to_the_same_bytes(tokenizer, tmp_path):
     shards = [write_shard(tmp_path / "in", shard, 20) for shard in range(3)]
-    shards.append(write_shard(tmp_path / "in", 3, 10_000, words=40))  # long enough to be killed in
+    shards.append(write_shard(tmp_path / "in", 3, 6_000, words=40))  # long enough to be killed in
     command = [
         *(sys.executable, str(SCRIPT), *map(str, shards)),
         *("--tokenizer", str(tokenizer), "--validation-every", "10", "--workers", "2"),
@@ -210,7 +225,7 @@ BAD_LINES = {
     b'{"id": "a", "text": null}': '"text" is NoneType',
     b'{"id": "a", "text": "\xff\xfe"}': "invalid UTF-8 at byte 21",
     b'{"id": "a", "text": "\\ud800"}': '"text" has half of a surrogate pair',
-    b"[" * 200_000: "nested too deeply",
+    b"[" * 200_000: "JSON nested too deeply",
     b"": "not JSON",
 }
 
