@@ -50,9 +50,9 @@ def write_run(folder: Path, arm: str = "nccl", seed: int = 1, num_steps: int = 6
         "commit": "0123abc",
         "command": "echo-megatron pretrain experiment=quickstart",
         "status": "finished",
-    }
+    } | changes
     output = RunFolder(folder)
-    output.write_run(run | changes)
+    output.write_run(run)
     eta = 0.0 if "eta=0.0" in arm else 0.75
     tp_comm = {"bits": 16 if arm == "nccl" else 4, "policy": "rotated", "eta": eta}
     composed = {
