@@ -34,7 +34,7 @@ def config_dir() -> Path:
 
 
 def pretrain(arguments: Sequence[str]) -> int:
-    """Compose the configuration from `arguments` (Hydra overrides and flags) and train, once or once a job of a multirun."""
+    """Compose the configuration from `arguments` (Hydra overrides and flags) and train, once for each job."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode

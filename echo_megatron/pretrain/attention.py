@@ -1,4 +1,4 @@
-"""Core attention of the local layer spec on torch's `scaled_dot_product_attention`: causal, grouped queries, no dropout.
+"""Core attention of the local layer spec on torch's `scaled_dot_product_attention`: causal, no dropout.
 
 Megatron's own local core attention builds the whole [sequence, sequence] score matrix; this one has the flash and
 memory-efficient kernels that torch ships, and needs neither Transformer Engine nor Apex.
@@ -18,11 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SdpaCoreAttention(MegatronModule):
-    """Drop-in for `megatron.core.transformer.dot_product_attention.DotProductAttention` where only causal attention is asked for.
+    """Takes the place of Megatron's `DotProductAttention` where only causal self-attention is asked for.
 
     Raises:
-        ValueError: an option that torch's kernel does not serve here, by name: attention dropout, a mask type other than
-            causal, context parallelism, sliding windows, query-key layer scaling, a softmax that is not the plain one.
+        ValueError: an option that is not served here, by name: attention dropout, a mask type other than causal,
+            context parallelism, sliding windows, query-key layer scaling, a softmax that is not the plain one.
     """
 
     def __init__(

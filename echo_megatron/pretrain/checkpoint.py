@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in Megatron's distributed format: model, optimizer, scheduler, random-number states, step."""
+"""What a checkpoint holds, in Megatron's distributed format: model, optimizer, scheduler, random states, step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
 
@@ -51,7 +52,7 @@ def save(folder: CheckpointFolder, step: int, state: TrainingState, settings: di
 def load(folder: CheckpointFolder, step: int, state: TrainingState) -> None:
     """Restore `state` and the random-number states from the checkpoint of `step`. Called by all processes."""
     loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder.whole(step)))
-    state.chunk.load_state_dict(loaded["model"])
+    _model(state).load_state_dict(loaded["model"])
     state.optimizer.load_state_dict(loaded["optimizer"])
     state.scheduler.load_state_dict(loaded["scheduler"])
     _set_rng_state(loaded["rng"])
@@ -60,7 +61,7 @@ def load(folder: CheckpointFolder, step: int, state: TrainingState) -> None:
 
 def _sharded(state: TrainingState, is_loading: bool) -> dict[str, Any]:
     """Megatron's sharded state dict of model, optimizer and random-number states."""
-    model = state.chunk.sharded_state_dict()
+    model = _model(state).sharded_state_dict()
     return {
         "model": model,
         "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading),
@@ -77,10 +78,15 @@ def _sharded(state: TrainingState, is_loading: bool) -> dict[str, Any]:
     }
 
 
+def _model(state: TrainingState) -> Any:
+    """The GPT without Megatron's wrappers, whose prefixes would otherwise end up in the checkpoint's names."""
+    return unwrap_model(state.chunk)
+
+
 def _rng_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": np.random.get_state(),  # noqa: NPY002  # Megatron uses the global generator
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "tracker": get_cuda_rng_tracker().get_states(),
@@ -89,7 +95,7 @@ def _rng_state() -> dict[str, Any]:
 
 def _set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,4 +1,4 @@
-"""The folder `checkpoints` of a run: written beside and renamed, so that a save that is killed never costs the last checkpoint.
+"""The folder `checkpoints` of a run: written beside and renamed, so a killed save never costs the last checkpoint.
 
     checkpoints/iter_0000100/   Megatron's distributed checkpoint, and settings.json
     checkpoints/latest.json     {"step": 100, "folder": "iter_0000100"}
@@ -9,7 +9,6 @@ A save writes `iter_….tmp`, renames it, and only then replaces `latest.json`; 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ class CheckpointFolder:
     def commit(self, step: int, settings: dict[str, Any]) -> None:
         """Make the written checkpoint of `step` the latest, and drop the oldest."""
         write_atomic(self.partial(step) / "settings.json", json.dumps(settings, indent=2) + "\n")
-        os.replace(self.partial(step), self.whole(step))
+        self.partial(step).replace(self.whole(step))
         write_atomic(self.path / "latest.json", json.dumps({"step": step, "folder": self.whole(step).name}) + "\n")
         for old in sorted(self.path.glob("iter_*[0-9]"))[: -self._keep]:
             shutil.rmtree(old)

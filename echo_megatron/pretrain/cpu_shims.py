@@ -7,7 +7,7 @@ Megatron-core takes CUDA for granted. Found one at a time by running without the
 3. Activation recompute saves and restores the CUDA generator.
 4. Factory calls with `device="cuda"`, `.cuda()`, `pin_memory=True` (`FP32Optimizer`, gradient clipping, checkpointing).
 5. Gradient clipping asserts that `grad.type()` is `torch.cuda.FloatTensor`.
-6. DDP's gradient reduction and the pipeline's point-to-point calls use `torch.cuda.current_stream()` and `synchronize()`.
+6. DDP's gradient reduction and the pipeline's messages use `torch.cuda.current_stream()` and `synchronize()`.
 
 `TransformerConfig(use_cpu_initialization=True)` is the seventh; `model.py` sets it on every device, because it also
 makes the initial weights independent of the tensor-parallel size.
@@ -26,7 +26,7 @@ _installed = False
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Sends tensor factories and copies that name a CUDA device to the CPU (4) and answers `Tensor.type()` as asked for (5)."""
+    """Sends tensor factories and copies that name a CUDA device to the CPU (4); answers `Tensor.type()` (5)."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -57,7 +57,7 @@ class _NullStream:
 
 
 def install_cpu_shims() -> None:
-    """Make Megatron-core run on the CPU in this process, for good. Call before a model is built; calling twice is harmless."""
+    """Make Megatron-core run on the CPU in this process, for good. Call before a model is built; twice is harmless."""
     global _installed
     if _installed:
         return
@@ -88,8 +88,8 @@ def install_cpu_shims() -> None:
                 torch.set_rng_state(before)
 
     null_stream = _NullStream()
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.current_stream = lambda *args, **kwargs: null_stream  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.current_stream = lambda *args, **kwargs: null_stream  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *args, **kwargs: None
     megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
@@ -99,7 +99,7 @@ def install_cpu_shims() -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, and Megatron's tracker for this tensor- and pipeline-parallel rank.
+    """Seed Python's, NumPy's and torch's generators, and Megatron's tracker for this rank.
 
     Args:
         seed: the run's seed; offsets are Megatron's own. Model parallelism has to be initialized.
@@ -112,7 +112,7 @@ def seed_all(seed: int) -> None:
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # Megatron uses the global generator
     torch.manual_seed(seed)
     if not _installed:
         megatron_random.model_parallel_cuda_manual_seed(seed)

@@ -29,12 +29,13 @@ def resolve_device(trainer: TrainerConfig, num_local_processes: int | None = Non
         return torch.device("cuda")
     if trainer.device is Device.cuda:
         raise ValueError(
-            f"trainer.device=cuda: expected at least {needed} GPUs on this machine (tensor_parallel={trainer.tensor_parallel} "
-            f"x pipeline_parallel={trainer.pipeline_parallel} x data_parallel={trainer.data_parallel}), got {available}; "
+            f"trainer.device=cuda: expected at least {needed} GPUs on this machine (tensor_parallel="
+            f"{trainer.tensor_parallel} x pipeline_parallel={trainer.pipeline_parallel} x data_parallel="
+            f"{trainer.data_parallel}), got {available}; "
             "use smaller parallel sizes, or trainer.device=cpu"
         )
     logger.warning(
-        "trainer.device=auto: %d GPUs for %d processes; training on the CPU over gloo (trainer.device=cuda refuses instead)",
+        "trainer.device=auto: %d GPUs for %d processes; training on the CPU (trainer.device=cuda refuses instead)",
         *(available, needed),
     )
     return torch.device("cpu")

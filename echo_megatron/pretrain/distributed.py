@@ -33,8 +33,9 @@ def distributed(config: PretrainConfig, device: torch.device) -> Iterator[torch.
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != trainer.world_size:
         raise ValueError(
-            f"torchrun started {world_size} processes; expected tensor_parallel={trainer.tensor_parallel} x pipeline_parallel="
-            f"{trainer.pipeline_parallel} x data_parallel={trainer.data_parallel} = {trainer.world_size}"
+            f"torchrun started {world_size} processes; expected tensor_parallel={trainer.tensor_parallel} x "
+            f"pipeline_parallel={trainer.pipeline_parallel} x data_parallel={trainer.data_parallel} = "
+            f"{trainer.world_size}"
         )
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -49,7 +49,7 @@ def launch(config: PretrainConfig) -> int:
         environment = dict(os.environ)
         if device.type == "cpu":
             environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-        # A session of its own: Ctrl-C in the terminal reaches this process alone, which asks the others to stop in good order.
+        # A session of its own: Ctrl-C in the terminal reaches this process alone, which asks the others to stop.
         return _wait(subprocess.Popen(command, env=environment, start_new_session=True), config.run_dir)
 
 

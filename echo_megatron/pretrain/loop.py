@@ -186,8 +186,9 @@ class Trainer:
         if self._num_nonfinite >= self.config.trainer.max_nonfinite_steps:
             raise NonFiniteError(
                 f"non-finite {what} for {self._num_nonfinite} steps in a row, up to step {result.step} "
-                f"(trainer.max_nonfinite_steps={self.config.trainer.max_nonfinite_steps}); every one of these updates was skipped. "
-                "Try a lower optim.lr, a longer optim.warmup_steps, or tp_comm=nccl to tell whether communication is the cause."
+                f"(trainer.max_nonfinite_steps={self.config.trainer.max_nonfinite_steps}); the updates were skipped. "
+                "Try a lower optim.lr, a longer optim.warmup_steps, or tp_comm=nccl to tell whether communication "
+                "is the cause."
             )
 
 

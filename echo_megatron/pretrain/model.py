@@ -99,7 +99,7 @@ def build_gpt(config: PretrainConfig, dtype: torch.dtype) -> GPTModel:
 
 
 def build_model(config: PretrainConfig, dtype: torch.dtype, device: torch.device) -> list[DistributedDataParallel]:
-    """The model chunks that Megatron's schedules take: one, on `device`, with FP32 gradients summed over data-parallel ranks."""
+    """The model chunks that Megatron's schedules take: one, on `device`, with FP32 gradients."""
     gpt = build_gpt(config, dtype).to(device)
     megatron_config = gpt.config
     megatron_config.finalize_model_grads_func = finalize_model_grads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -41,20 +42,23 @@ def build_optimizer(
         chunks,
         use_gloo_process_groups=False,
     )
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=optim.lr,
-        min_lr=optim.min_lr,
-        lr_warmup_steps=optim.warmup_steps,
-        lr_decay_steps=max_steps,
-        lr_decay_style="cosine",
-        start_wd=optim.weight_decay,
-        end_wd=optim.weight_decay,
-        wd_incr_steps=max_steps,
-        wd_incr_style="constant",
-    )
-    return optimizer, scheduler
+    return optimizer, OptimizerParamScheduler(optimizer, **scheduler_options(optim, max_steps))
+
+
+def scheduler_options(optim: OptimConfig, max_steps: int) -> dict[str, Any]:
+    """Megatron's scheduler counted in steps: linear warm-up from 0, cosine decay to `min_lr` at `max_steps`."""
+    return {
+        "init_lr": 0.0,
+        "max_lr": optim.lr,
+        "min_lr": optim.min_lr,
+        "lr_warmup_steps": optim.warmup_steps,
+        "lr_decay_steps": max_steps,
+        "lr_decay_style": "cosine",
+        "start_wd": optim.weight_decay,
+        "end_wd": optim.weight_decay,
+        "wd_incr_steps": max_steps,
+        "wd_incr_style": "constant",
+    }
 
 
 def step_if_finite(optimizer: MegatronOptimizer) -> float | None:

@@ -1,4 +1,4 @@
-"""Everything that can be refused before processes start: options, data, device, the run folder, and a run to be resumed."""
+"""Everything that can be refused before processes start: options, data, device, run folder, a run to be resumed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def preflight(config: PretrainConfig, num_local_processes: int | None = None) ->
         num_local_processes: processes on this machine; None: all of the run's.
 
     Raises:
-        ValueError: options that do not go together, too few GPUs, missing tokens, or a run folder with another run in it.
+        ValueError: options that do not go together, too few GPUs, missing tokens, or another run in the run folder.
         OSError: a run folder that cannot be written.
     """
     validate(config)

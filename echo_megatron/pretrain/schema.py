@@ -1,4 +1,4 @@
-"""The options of a pretraining run as Hydra structured configs: every name, type, range and combination is checked here.
+"""The options of a pretraining run as Hydra structured configs; names, types, ranges and combinations are checked.
 
 Misspelt keys and wrong types fail in Hydra, against these dataclasses; ranges in `__post_init__`; what concerns several
 groups in `validate`. `register_configs` puts the schemas and the `tp_comm` presets into Hydra's ConfigStore.
@@ -31,7 +31,7 @@ class Precision(Enum):
 
 
 class Resume(Enum):
-    """`auto`: go on from the run folder's latest checkpoint where there is one. `never`: refuse a folder that holds a run."""
+    """`auto`: go on from the run folder's latest checkpoint, if any. `never`: refuse a folder that holds a run."""
 
     auto = "auto"
     never = "never"
@@ -114,15 +114,6 @@ class DataConfig:
     prepare: str = ""
 
     def __post_init__(self) -> None:
-        if (self.folder is None) == (not self.train):
-            raise ValueError(
-                f"data: expected either data.folder (prepared tokens) or data.train (prefixes of indexed datasets), "
-                f"got folder={self.folder!r} and train={self.train!r}"
-            )
-        if self.folder is not None and (self.validation or self.split is not None):
-            raise ValueError(
-                "data.validation, data.split: expected neither with data.folder, which has its own validation tokens"
-            )
         _require_at_least("data.vocab_size", self.vocab_size, 2)
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
@@ -164,13 +155,13 @@ class TrainerConfig:
         micro_batch_size: sequences of one forward pass on one data-parallel rank.
         global_batch_size: sequences of one optimizer step; the rest is gradient accumulation.
         tensor_parallel, pipeline_parallel, data_parallel: ranks of each kind; their product is the number of processes.
-        deterministic: deterministic kernels, so that a resumed run equals the uninterrupted one bit for bit on GPUs too.
+        deterministic: deterministic kernels: a resumed run equals the uninterrupted one bit for bit on GPUs too.
         val_interval: steps between validation losses; 0: none. There is always one after the last step.
         val_batches: global batches of one validation loss, the same ones each time.
         save_interval: steps between checkpoints; 0: only the last one. A stopped run saves one as well.
         keep_checkpoints: how many of the newest checkpoints stay.
         log_interval: steps between printed lines where the output is not a terminal.
-        max_nonfinite_steps: consecutive steps with a non-finite loss or gradient, all skipped, after which the run fails.
+        max_nonfinite_steps: consecutive steps with a non-finite loss or gradient, skipped, after which the run fails.
         resume: see Resume.
         accept_changes: settings (or their leading parts, e.g. `tp_comm`) that a resumed run may change.
         timeout_s: seconds that a process waits for the others before it fails.
@@ -215,7 +206,7 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.global_batch_size: expected a multiple of micro_batch_size * data_parallel = "
                 f"{self.micro_batch_size} * {self.data_parallel} = {rows}, got {self.global_batch_size}; "
-                f"the nearest are {self.global_batch_size // rows * rows or rows} and {(self.global_batch_size // rows + 1) * rows}"
+                f"the next above is {-(-self.global_batch_size // rows) * rows}"
             )
 
     @property
@@ -237,7 +228,7 @@ class PretrainConfig:
     runs_dir: str = "runs"
     seed: int = 1234
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=lambda: DataConfig(folder="data/sample"))
+    data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tp_comm: EchoConfig = field(default_factory=EchoConfig)
@@ -257,15 +248,27 @@ def validate(config: PretrainConfig) -> None:
     """Check what concerns several groups of options.
 
     Raises:
-        ValueError: parallel sizes do not divide the model, or warm-up does not fit the run; says what to change.
+        ValueError: no data or too many, parallel sizes that do not divide the model, or a warm-up longer than the run.
     """
-    model, trainer = config.model, config.trainer
+    model, data, trainer = config.model, config.data, config.trainer
+    if (data.folder is None) == (not data.train):
+        raise ValueError(
+            "data: expected either data.folder (prepared tokens) or data.train (prefixes of indexed datasets), "
+            f"got folder={data.folder!r} and train={data.train!r}"
+        )
+    if data.folder is not None and (data.validation or data.split is not None):
+        raise ValueError("data.validation, data.split: expected neither with data.folder, which has its own")
+    if data.folder is None and bool(data.validation) == (data.split is not None):
+        raise ValueError(
+            "data: expected either data.validation (prefixes) or data.split (e.g. '99,1') with data.train, "
+            f"got validation={data.validation!r} and split={data.split!r}"
+        )
     tp, pp = trainer.tensor_parallel, trainer.pipeline_parallel
     for name, value in (
         ("model.num_attention_heads", model.num_attention_heads),
         ("model.num_query_groups", model.num_query_groups),
         ("model.ffn_hidden_size", model.ffn_hidden_size),
-        ("data.padded_vocab_size", config.data.padded_vocab_size),
+        ("data.padded_vocab_size", data.padded_vocab_size),
     ):
         if value % tp:
             raise ValueError(
@@ -273,12 +276,13 @@ def validate(config: PretrainConfig) -> None:
             )
     if model.num_layers % pp:
         raise ValueError(
-            f"model.num_layers: expected a multiple of trainer.pipeline_parallel={pp}, got {model.num_layers}; change one of the two"
+            f"model.num_layers: expected a multiple of trainer.pipeline_parallel={pp}, got {model.num_layers}; "
+            "change one of the two"
         )
     if config.optim.warmup_steps >= trainer.max_steps:
         raise ValueError(
-            f"optim.warmup_steps: expected fewer than trainer.max_steps={trainer.max_steps}, got {config.optim.warmup_steps}; "
-            "shorten the warm-up or train longer"
+            f"optim.warmup_steps: expected fewer than trainer.max_steps={trainer.max_steps}, "
+            f"got {config.optim.warmup_steps}; shorten the warm-up or train longer"
         )
 
 

@@ -1,4 +1,4 @@
-"""Stopping a run between two steps: on SIGTERM or SIGINT, on a file STOP in the run folder, or when its launcher is gone."""
+"""Stopping a run between two steps: on SIGTERM or SIGINT, by a file STOP in its folder, or when its launcher ends."""
 
 from __future__ import annotations
 

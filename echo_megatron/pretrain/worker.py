@@ -32,7 +32,7 @@ def run_worker(config: PretrainConfig, command: str, launcher_pid: int | None = 
     Returns:
         0: finished, or stopped with a checkpoint; 2: refused; 3: the loss was not finite.
     """
-    # Read when CUDA starts: Megatron needs the first to order communication and matmuls, cuBLAS the second to be repeatable.
+    # Read when CUDA starts: Megatron orders communication by the first, cuBLAS is repeatable by the second.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
