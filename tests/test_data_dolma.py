@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from echo_megatron.data import PreparedData
 from echo_megatron.data.download import download, read_url_list
+from echo_megatron.data.files import exclusive_lock
 from echo_megatron.data.prepare_cli import main
 from echo_megatron.data.sample import train_tokenizer
 from echo_megatron.data.shards import ShardCounts, _lines, is_validation
@@ -175,6 +176,14 @@ def test_other_options_are_refused(shards, tokenizer, tmp_path, capsys):
     (tmp_path / "full" / "thesis.tex").touch()
     assert prepare(shards, tmp_path / "full", tokenizer) == 1
     assert "not empty" in capsys.readouterr().err
+
+
+def test_one_writer_at_a_time(shards, tokenizer, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    with exclusive_lock(tmp_path / "out" / ".lock", "testing"):
+        assert prepare(shards, tmp_path / "out", tokenizer) == 1
+        assert "another process is preparing data" in " ".join(capsys.readouterr().err.split())
+    assert prepare(shards, tmp_path / "out", tokenizer) == 0
 
 
 @pytest.mark.parametrize(
