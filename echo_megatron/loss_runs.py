@@ -26,6 +26,7 @@ FACTS = {
     "tensor_parallel": "tensor-parallel size",
     "optimizer": "optimizer and schedule",
 }
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class ComparisonRefused(ValueError):
@@ -137,16 +138,17 @@ def check_comparable(
     """
     if unknown := sorted(set(allow_different) - set(FACTS)):
         raise ValueError(f"allow-different: expected some of {', '.join(FACTS)}, got {', '.join(unknown)}")
-    different, unverified = {}, {}
+    different: dict[str, str] = {}
+    unverified: dict[str, list[str]] = {}  # runs -> what they do not record
     for name in FACTS:
         values = [(run.name, run.fact(name)) for run in runs]
         known = [value for _, value in values if value is not None]
         if len(set(map(str, known))) > 1 and not (name == "seed" and paired_seeds):
-            different[name] = ", ".join(f"{run} {'not recorded' if value is None else value}" for run, value in values)
+            different[name] = _list_values(values)
         if len(known) < len(values):
-            unverified[name] = ", ".join(run for run, value in values if value is None)
+            unverified.setdefault(", ".join(run for run, value in values if value is None), []).append(FACTS[name])
     refused = [f"different {FACTS[name]}: {text}" for name, text in different.items() if name not in allow_different]
-    unchecked = [f"{FACTS[name]} is not recorded by {text}" for name, text in unverified.items()]
+    unchecked = [f"not recorded by {names}: {', '.join(facts)}" for names, facts in unverified.items()]
     if refused or (unchecked and not allow_unverified):
         lines = ["these runs cannot be compared as they are:", *(f"  {line}" for line in refused)]
         if refused:
@@ -156,7 +158,7 @@ def check_comparable(
             lines += [*(f"  {line}" for line in unchecked), "  to compare them unchecked: --allow-unverified"]
         raise ComparisonRefused("\n".join(lines))
     return [f"Allowed to differ: {FACTS[name]}: {text}" for name, text in different.items()] + [
-        f"Not checked: {line}" for line in unchecked
+        f"Not checked, {line}" for line in unchecked
     ]
 
 
@@ -166,6 +168,18 @@ def require_increasing(path: Path, steps: IntArray) -> None:
         raise ValueError(f"{path}: no training loss yet")
     if steps[0] < 1:
         raise ValueError(f"{path}: training steps count from 1, got step {steps[0]}")
+
+
+def _list_values(values: list[tuple[str, Any]]) -> str:
+    """ "a 1, b 2"; of values of several words, such as the optimizer's, the words that all have are left out."""
+    words = [str(value).split() for _, value in values if value is not None]
+    shared = set.intersection(*map(set, words))
+    texts = ("not recorded" if value is None else _without(str(value), shared) for _, value in values)
+    return ", ".join(f"{run} {text}" for (run, _), text in zip(values, texts, strict=True))
+
+
+def _without(text: str, words: set[str]) -> str:
+    return " ".join(word for word in text.split() if word not in words) if "=" in text else text
 
 
 def _load_run_folder(path: Path) -> LossRun:
@@ -191,7 +205,7 @@ def _load_run_folder(path: Path) -> LossRun:
             "sequence": record.get("sequence_length"),
             "seed": record.get("seed"),
             "parameters": record.get("parameters"),
-            "precision": record.get("precision"),
+            "precision": PRECISIONS.get(record.get("precision", ""), record.get("precision")),
             "tensor_parallel": record.get("tensor_parallel"),
             "optimizer": _optimizer(config),
         },

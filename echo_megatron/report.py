@@ -133,13 +133,22 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def _name_apart(runs: list[LossRun]) -> None:
-    """Runs of equal names are called by their paths."""
+    """Call runs of equal names by where their paths differ: `a` and `b` for `a/tensorboard` and `b/tensorboard`."""
+    paths = [run.path.resolve() for run in runs]
+    if repeated := [path for path in paths if paths.count(path) > 1]:
+        raise ValueError(f"expected different runs, got {repeated[0]} twice")
     names = [run.name for run in runs]
-    for place, run in enumerate(runs):
-        if any(run.path.resolve() == other.path.resolve() for other in runs[:place]):
-            raise ValueError(f"expected different runs, got {run.path} twice")
-        if names.count(run.name) > 1:
-            run.name = str(run.path)
+    for name in {name for name in names if names.count(name) > 1}:
+        places = [place for place, found in enumerate(names) if found == name]
+        same = [paths[place].parts for place in places]
+        first, last = _common_length(same), _common_length([parts[::-1] for parts in same])
+        for place, parts in zip(places, same, strict=True):
+            runs[place].name = "/".join(parts[first : len(parts) - last]) or str(runs[place].path)
+
+
+def _common_length(sequences: list[tuple[str, ...]]) -> int:
+    """How many entries all of them begin with."""
+    return next((place for place, column in enumerate(zip(*sequences, strict=False)) if len(set(column)) > 1), 0)
 
 
 def _seeds_are_paired(arms: list[Arm]) -> bool:

@@ -41,7 +41,7 @@ def write_run(folder: Path, arm: str = "nccl", seed: int = 1, num_steps: int = 6
         "global_batch_size": 16,
         "sequence_length": 128,
         "tensor_parallel": 2,
-        "precision": "fp32",
+        "precision": "float32",
         "parameters": 4_200_000,
         "lr": 1e-3,
         "max_steps": num_steps,
