@@ -1,11 +1,11 @@
 """TensorBoard event folders of Megatron-LM and NeMo runs, read as loss runs.
 
-Megatron-LM logs at 1-based iterations and writes all its arguments as text. NeMo (Lightning) logs at the 0-based step, so
-1 is added, and records little of what was run. A step that a resumed run logged again counts once, as logged last.
+Megatron-LM logs at 1-based iterations and writes all its arguments as text. NeMo (Lightning) logs at the 0-based step,
+so 1 is added, and records little of what was run. A step that a resumed run logged again counts once, as logged last.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -72,6 +72,7 @@ def load_event_folder(path: Path) -> LossRun:
             "parameters": None,
             "tensor_parallel": _number(arguments.get("tensor_model_parallel_size")),
             "precision": _precision(arguments),
+            "optimizer": _optimizer(arguments),
         },
         steps=steps,
         losses=np.array([losses[step] for step in steps.tolist()]),
@@ -109,7 +110,12 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _precision(arguments: dict[str, Any]) -> str | None:
+def _optimizer(arguments: dict[str, str]) -> str | None:
+    names = ("optimizer", "min_lr", "lr_warmup_iters", "lr_decay_style", "weight_decay", "clip_grad")
+    return " ".join(f"{name}={arguments[name]}" for name in names) if set(names) <= set(arguments) else None
+
+
+def _precision(arguments: dict[str, str]) -> str | None:
     if "bf16" not in arguments or "fp16" not in arguments:
         return None
     return "bf16" if arguments["bf16"] == "True" else "fp16" if arguments["fp16"] == "True" else "fp32"

@@ -57,7 +57,7 @@ def write_run(folder: Path, arm: str = "nccl", seed: int = 1, num_steps: int = 6
     tp_comm = {"bits": 16 if arm == "nccl" else 4, "policy": "rotated", "eta": eta}
     composed = {
         "model": {"name": "qwen3_tiny"},
-        "optim": {"lr": run["lr"], "min_lr": 1e-4},
+        "optim": {"lr": run["lr"], "beta1": 0.9, "min_lr": 1e-4},
         "tp_comm": tp_comm,
     } | config
     (folder / "config.yaml").write_text(yaml.safe_dump(composed))
