@@ -38,9 +38,8 @@ def pretrain(arguments: Sequence[str]) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
-    from omegaconf import OmegaConf
 
-    from echo_megatron.pretrain.schema import PretrainConfig, register_configs
+    from echo_megatron.pretrain.schema import from_composed, register_configs
 
     register_configs()
     statuses: list[int] = []
@@ -48,8 +47,7 @@ def pretrain(arguments: Sequence[str]) -> int:
 
     def job(composed: Any) -> None:
         try:
-            config = OmegaConf.to_object(composed)
-            assert isinstance(config, PretrainConfig)
+            config = from_composed(composed)
             if not under_torchrun:
                 from echo_megatron.pretrain.launch import launch
 

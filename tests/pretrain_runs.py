@@ -102,7 +102,7 @@ def _work(rank: int, port: int, config: PretrainConfig, before: Callable[[], Non
 
 @contextmanager
 def running(config: PretrainConfig, before: Callable[[], None] | None = None) -> Iterator[list[BaseProcess]]:
-    """The run's worker processes, forked so that they need not import anything; killed where a test leaves them running.
+    """The run's worker processes, forked so that they need not import anything; killed where a test leaves them.
 
     Args:
         config: the run; its folder's parent gets the processes' output as `NAME.log`.

@@ -7,9 +7,12 @@ groups in `validate`. `register_configs` puts the schemas and the `tp_comm` pres
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from echo_megatron.config import PRESETS, EchoConfig
 
@@ -242,6 +245,27 @@ class PretrainConfig:
     def run_dir(self) -> Path:
         """The run folder."""
         return Path(self.runs_dir) / self.name
+
+
+def from_composed(composed: Any) -> PretrainConfig:
+    """The run of a composed configuration.
+
+    Raises:
+        ValueError: a key that no schema has (Hydra lets `+key=value` add one), or a value out of range.
+    """
+    _refuse_unknown(composed, PretrainConfig, "")
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+def _refuse_unknown(node: Any, schema: type, prefix: str) -> None:
+    known = {f.name: f.default_factory for f in fields(schema)}
+    for key in node:
+        if key not in known:
+            raise ValueError(f"{prefix}{key}: unknown key; expected one of {', '.join(known)}")
+        if is_dataclass(factory := known[key]):
+            _refuse_unknown(node[key], factory, f"{prefix}{key}.")
 
 
 def validate(config: PretrainConfig) -> None:

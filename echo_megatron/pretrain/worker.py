@@ -15,7 +15,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from echo_megatron.pretrain.quiet import quieten_libraries
-from echo_megatron.pretrain.schema import PretrainConfig
+from echo_megatron.pretrain.schema import PretrainConfig, from_composed
 
 EXIT_USER_ERROR = 2
 EXIT_NONFINITE = 3
@@ -86,8 +86,7 @@ def main() -> int:
     parser.add_argument("--launcher-pid", type=int, help="stop when this process is gone")
     arguments = parser.parse_args()
     schema = OmegaConf.structured(PretrainConfig)
-    config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(arguments.config)))
-    assert isinstance(config, PretrainConfig)
+    config = from_composed(OmegaConf.merge(schema, OmegaConf.load(arguments.config)))
     return run_worker(config, arguments.command, arguments.launcher_pid)
 
 
