@@ -270,10 +270,15 @@ def _build_with_cache(builder: BlendedMegatronDatasetBuilder, cache: Path) -> tu
     lock = exclusive_lock(cache.parent / f"{cache.name}.lock", "building the dataset index", LOCK_TIMEOUT_S)
 
     def acquire() -> None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        lock.__enter__()
-        if cache.exists() and not (cache / COMPLETE).exists():
-            shutil.rmtree(cache)
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            lock.__enter__()
+            if cache.exists() and not (cache / COMPLETE).exists():
+                shutil.rmtree(cache)
+        except PermissionError as error:
+            raise PermissionError(
+                f"{cache.parent}: the dataset index goes here ({error}); set another cache_dir"
+            ) from error
 
     _together(acquire)
     try:

