@@ -76,7 +76,7 @@ def compare(arguments: Sequence[str]) -> int:
     """Compare run folders; see `echo_megatron.report`."""
     from echo_megatron.report import main as report_main
 
-    return report_main(list(arguments))
+    return report_main(list(arguments), prog="echo-megatron compare")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"pretrain": pretrain, "compare": compare}
