@@ -60,7 +60,9 @@ class Communicator:
         config = self.config
         algorithm = self.transport.algorithm.name if isinstance(self.transport, CollectiveTransport) else "fused"
         why = "chosen for" if config.algorithm.name == "auto" else "asked for at"
-        compensation = f"{config.residual.name} residual, eta {config.eta:g}" if config.compensates else "no compensation"
+        compensation = (
+            f"{config.residual.name} residual, eta {config.eta:g}" if config.compensates else "no compensation"
+        )
         return (
             f"echo: {config.bits}-bit {config.policy.name} (groups of {config.group_size}), {self.transport.name} transport, "
             f"{algorithm} ({why} {self.group.size()} ranks), {compensation}, rescale {config.rescale.name}; "

@@ -69,7 +69,9 @@ class Compensator:
         average = residual * self.average_from_residual
         if not self._fresh:
             old_average = self.average.to(torch.float32)
-            kept = self.correction.to(torch.float32) * self.correction_decay + old_average * self.correction_from_average
+            kept = (
+                self.correction.to(torch.float32) * self.correction_decay + old_average * self.correction_from_average
+            )
             correction = kept + correction
             average = old_average * self.average_decay + average
         self.correction.copy_(correction)

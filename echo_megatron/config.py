@@ -169,7 +169,9 @@ class EchoConfig:
             raise ValueError(f"tp_comm: expected one of {', '.join(PRESETS)}, got {name!r}")
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(overrides) - known):
-            raise ValueError(f"tp_comm {name}: unknown option {', '.join(unknown)}; expected one of {', '.join(sorted(known))}")
+            raise ValueError(
+                f"tp_comm {name}: unknown option {', '.join(unknown)}; expected one of {', '.join(sorted(known))}"
+            )
         return cls(**{**PRESETS[name], **overrides})
 
     def replace(self, **changes: Any) -> EchoConfig:
@@ -186,7 +188,11 @@ class EchoConfig:
     ) -> None:
         value = getattr(self, name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if number and (lower < value if lower_open else lower <= value) and (value < upper if upper_open else value <= upper):
+        if (
+            number
+            and (lower < value if lower_open else lower <= value)
+            and (value < upper if upper_open else value <= upper)
+        ):
             setattr(self, name, float(value))
             return
         interval = f"{'(' if lower_open else '['}{lower}, {upper}{')' if upper_open or upper == math.inf else ']'}"

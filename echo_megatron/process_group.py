@@ -35,9 +35,7 @@ class EchoProcessGroup(dist.ProcessGroup):
         is_active: tells whether the module's present phase (train, evaluate) is quantized.
     """
 
-    def __init__(
-        self, communicator: Communicator, site: Site, hidden_size: int, is_active: Callable[[], bool]
-    ) -> None:
+    def __init__(self, communicator: Communicator, site: Site, hidden_size: int, is_active: Callable[[], bool]) -> None:
         super().__init__(communicator.group.rank(), communicator.group.size())
         self.communicator = communicator
         self.real_group = communicator.group

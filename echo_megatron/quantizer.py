@@ -263,7 +263,9 @@ class Quantizer:
     def pack(self, quantized: Quantized) -> Tensor:
         """The wire record, uint8 [..., num_bytes(n)]."""
         full, rest = divmod(quantized.num_values, TILE_VALUES)
-        header = torch.zeros(*quantized.exponent.shape, HEADER_BYTES // 2, dtype=torch.int16, device=quantized.codes.device)
+        header = torch.zeros(
+            *quantized.exponent.shape, HEADER_BYTES // 2, dtype=torch.int16, device=quantized.codes.device
+        )
         header[..., 0] = quantized.exponent
         parts = (header.view(torch.uint8), quantized.params.flatten(-2), self._pack_codes(quantized.codes.flatten(-2)))
         record = torch.cat([part[..., :full, :] for part in parts], dim=-1).flatten(-2)

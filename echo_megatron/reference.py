@@ -162,7 +162,7 @@ class SimulatedGroup:
         stacked = torch.stack([x.reshape(-1) for x in shards])
         exponent = quantizer.call_exponent(finite_amax(stacked)) if self.config.rescale is Rescale.group else None
         decoded = quantizer.dequantize(quantizer.quantize(quantizer.rows_to_basis(stacked), exponent))
-        return quantizer.from_basis(decoded, first.numel()).to(first.dtype).view(-1, *first.shape[1:])
+        return quantizer.from_basis(decoded, first.numel()).to(first.dtype).reshape(-1, *first.shape[1:])
 
     # -- one call -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _entry(rank: int, world_size: int, folder: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _entry(
+    rank: int, world_size: int, folder: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     try:
@@ -42,7 +44,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.start_processes(_entry, (world_size, folder, timeout_s, fn, args), nprocs=world_size, start_method="fork")
+            mp.start_processes(
+                _entry, (world_size, folder, timeout_s, fn, args), nprocs=world_size, start_method="fork"
+            )
         except Exception as error:
             texts = [f"rank {p.name[5:]}:\n{p.read_text()}" for p in sorted(Path(folder).glob("error*"))]
             raise AssertionError("\n".join(texts) or str(error)) from error

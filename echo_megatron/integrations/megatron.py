@@ -60,7 +60,9 @@ class Installation:
             return "echo: nothing installed; tensor parallelism uses Megatron's own communication"
         rows = Counter((site.direction.name, site.name.split(".", 2)[-1], site.bits) for site in self.sites)
         lines = [self.communicator.describe(), f"{'direction':<10}{'module':<32}{'bits':>5}{'sites':>7}"]
-        lines += [f"{direction:<10}{module:<32}{bits:>5}{count:>7}" for (direction, module, bits), count in rows.items()]
+        lines += [
+            f"{direction:<10}{module:<32}{bits:>5}{count:>7}" for (direction, module, bits), count in rows.items()
+        ]
         lines.append(
             "at full precision: embedding, LM head, cross-entropy, norm gradients, cross-attention, multi-token prediction"
         )
@@ -130,7 +132,11 @@ def _find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[tup
                     if linear is None:
                         continue  # a layer without attention or without MLP (heterogeneous models)
                     check_linear(linear, f"layers.{layer_idx}.{path}", direction)
-                    yield Site(idx, direction, f"layers.{layer_idx}.{path}", bits, chunk_idx), linear, layer.config.hidden_size
+                    yield (
+                        Site(idx, direction, f"layers.{layer_idx}.{path}", bits, chunk_idx),
+                        linear,
+                        layer.config.hidden_size,
+                    )
                     idx += 1
 
 

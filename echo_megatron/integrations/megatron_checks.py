@@ -30,8 +30,12 @@ _REFUSALS = (
     _Refusal("sequence_parallel", _on, "False", "its reduce-scatter and all-gather are not quantized yet"),
     _Refusal("tp_comm_overlap", _on, "False", "userbuffers replace the all-reduce that Echo replaces"),
     _Refusal("symmetric_ar_type", _on, "None", "it replaces the all-reduce that Echo replaces"),
-    _Refusal("mlp_chunks_for_training", lambda n: n > 1, "1", "fc2 would run several times a pass on slices of the batch"),
-    _Refusal("mlp_chunks_for_prefill", lambda n: n > 1, "1", "fc2 would run several times a pass on slices of the batch"),
+    _Refusal(
+        "mlp_chunks_for_training", lambda n: n > 1, "1", "fc2 would run several times a pass on slices of the batch"
+    ),
+    _Refusal(
+        "mlp_chunks_for_prefill", lambda n: n > 1, "1", "fc2 would run several times a pass on slices of the batch"
+    ),
     _Refusal("num_moe_experts", _on, "None", "MoE layers communicate by expert; dense layers only"),
     _Refusal(
         "overlap_moe_expert_parallel_comm", _on, "False", "it interleaves forward and backward passes layer by layer"
@@ -58,7 +62,9 @@ def check_model(chunk: nn.Module) -> None:
     """Raises ValueError naming the first option of the chunk's TransformerConfig, or module, that is not supported."""
     config = next((m.config for m in chunk.modules() if hasattr(getattr(m, "config", None), "hidden_size")), None)
     if config is None:
-        raise ValueError(f"echo: expected a Megatron-core model, got {type(chunk).__name__} without a TransformerConfig")
+        raise ValueError(
+            f"echo: expected a Megatron-core model, got {type(chunk).__name__} without a TransformerConfig"
+        )
     for refusal in _REFUSALS:
         if hasattr(config, refusal.option) and refusal.is_refused(value := getattr(config, refusal.option)):
             raise ValueError(

@@ -118,7 +118,9 @@ class CollectiveTransport:
     def _all_gather(self, record: Tensor, site: Site, phase: str) -> Tensor:
         records = record.new_empty(self.world_size * record.numel())
         with self._named_errors(site, phase):
-            self._wait(dist.all_gather_into_tensor(records, record.contiguous(), group=self.group, async_op=True), record)
+            self._wait(
+                dist.all_gather_into_tensor(records, record.contiguous(), group=self.group, async_op=True), record
+            )
         return records.view(self.world_size, -1)
 
     def _all_to_all(self, send: list[Tensor], num_bytes: int, site: Site) -> Tensor:

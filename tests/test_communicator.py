@@ -1,0 +1,423 @@
+"""The communicator over real gloo process groups: against the reference, bit for bit, and against what broke other systems."""
+
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from echo_megatron.communicator import Communicator
+from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale, Residual
+from echo_megatron.quantizer import Quantizer
+from echo_megatron.reference import SimulatedGroup
+from echo_megatron.sites import Site
+from echo_megatron.transports.protocol import CommunicationError
+
+NUM_SITES = 3
+
+
+def group_size(policy):
+    return 32 if policy in (Policy.rotated, Policy.rotated_asymmetric) else 128
+
+
+def all_cases(sizes):
+    """(config, bits, sizes, directions): every combination at one odd size, the presets at every size and direction."""
+    combinations = itertools.product(Policy, (Algorithm.one_shot, Algorithm.two_shot), Residual, Rescale)
+    for policy, algorithm, residual, rescale in combinations:
+        config = EchoConfig(
+            policy=policy, group_size=group_size(policy), algorithm=algorithm, residual=residual, rescale=rescale
+        )
+        yield config, 4, sizes[-1:], [Direction.forward]
+    for preset in ("echo4", "echo8", "echo4_paper", "echo8_paper"):
+        config = EchoConfig.preset(preset)
+        yield config, config.bits, sizes, list(Direction)
+
+
+def contribution(rank, num_values, site_idx, dtype):
+    generator = torch.Generator().manual_seed(1000 * num_values + 10 * rank + site_idx)
+    return (torch.randn(num_values, generator=generator) * 10.0 ** (site_idx - 1)).to(dtype)
+
+
+def run_cases(rank, world_size, cases):
+    results = []
+    for config, bits, sizes, directions in cases:
+        communicator = Communicator(dist.group.WORLD, config)
+        for num_values, dtype in sizes:
+            for direction in directions:
+                for idx in range(NUM_SITES):
+                    x = contribution(rank, num_values, idx, dtype)
+                    before = x.clone()
+                    results.append(communicator.all_reduce(x, Site(idx, direction, bits=bits)))
+                    assert torch.equal(x, before), "the input must be left alone"
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [
+        (1, [(1, torch.float32), (500, torch.bfloat16)]),
+        (2, [(1, torch.bfloat16), (1000, torch.float32), (20_011, torch.float16), (1_001, torch.bfloat16)]),
+        (3, [(2, torch.float32), (129, torch.bfloat16), (12_289, torch.bfloat16), (385, torch.float32)]),
+        (4, [(3, torch.float32), (127, torch.float16), (16_384, torch.bfloat16), (509, torch.bfloat16)]),
+        (5, [(4, torch.bfloat16), (641, torch.float32)]),
+        (6, [(7, torch.bfloat16), (769, torch.float32)]),
+        (7, [(6, torch.float32), (4_097, torch.bfloat16)]),
+        (8, [(7, torch.float32), (1_025, torch.bfloat16)]),
+    ],
+)
+def test_ranks_hold_the_reference_s_bits(world_size, sizes):
+    """Every policy, algorithm, residual and rescaling; sizes of P-1, 128 P + 1 and others that don't divide."""
+    cases = list(all_cases(sizes))
+    if world_size > 4:
+        cases = cases[:-4:4] + cases[-4:]
+    ranks = run_ranks(run_cases, world_size, cases, timeout_s=120)
+    position = 0
+    for config, bits, case_sizes, directions in cases:
+        simulated = SimulatedGroup(world_size, config)
+        for num_values, dtype in case_sizes:
+            for direction in directions:
+                for idx in range(NUM_SITES):
+                    xs = [contribution(rank, num_values, idx, dtype) for rank in range(world_size)]
+                    expected = simulated.all_reduce(xs, Site(idx, direction, bits=bits))
+                    assert expected.dtype is dtype
+                    for results in ranks:
+                        assert torch.equal(results[position], expected), (
+                            config,
+                            bits,
+                            num_values,
+                            dtype,
+                            direction,
+                            idx,
+                        )
+                    position += 1
+    assert position == len(ranks[0])
+
+
+def run_fuzz(rank, world_size, script):
+    communicator = Communicator(dist.group.WORLD, script[0])
+    return [
+        communicator.all_reduce(contribution(rank, n, i, dtype), Site(i, direction))
+        for n, i, dtype, direction in script[1]
+    ]
+
+
+calls = st.tuples(
+    st.integers(1, 5000),
+    st.integers(0, NUM_SITES - 1),
+    st.sampled_from((torch.bfloat16, torch.float32)),
+    st.sampled_from(list(Direction)),
+)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(2, 4),
+    st.sampled_from(list(Policy)),
+    st.sampled_from(list(Residual)),
+    st.lists(calls, min_size=1, max_size=12),
+)
+def test_any_sequence_of_calls_equals_the_reference(world_size, policy, residual, sequence):
+    """Shapes, dtypes, sites and directions in any order: state resets are the same everywhere."""
+    config = EchoConfig(policy=policy, group_size=group_size(policy), residual=residual)
+    ranks = run_ranks(run_fuzz, world_size, (config, sequence))
+    simulated = SimulatedGroup(world_size, config)
+    for position, (n, i, dtype, direction) in enumerate(sequence):
+        xs = [contribution(rank, n, i, dtype) for rank in range(world_size)]
+        expected = simulated.all_reduce(xs, Site(i, direction))
+        assert all(torch.equal(results[position], expected) for results in ranks)
+
+
+class CountedBytes:
+    """Bytes that this rank hands to torch.distributed for its peers, by counting inside the real calls."""
+
+    def __init__(self):
+        self.sent = 0
+        self._originals = dist.all_to_all_single, dist.all_gather_into_tensor
+
+    def __enter__(self):
+        all_to_all, all_gather = self._originals
+
+        def counted_all_to_all(output, tensor, receive_sizes, send_sizes, group, **kwargs):
+            assert tensor.dtype is torch.uint8 and send_sizes[dist.get_rank()] == 0
+            self.sent += sum(send_sizes)
+            return all_to_all(output, tensor, receive_sizes, send_sizes, group=group, **kwargs)
+
+        def counted_all_gather(output, tensor, group, **kwargs):
+            if tensor.dtype is torch.uint8:  # the agreement on the call is int64: 48 B, not payload
+                self.sent += tensor.numel() * (group.size() - 1)
+            return all_gather(output, tensor, group=group, **kwargs)
+
+        dist.all_to_all_single, dist.all_gather_into_tensor = counted_all_to_all, counted_all_gather
+        return self
+
+    def __exit__(self, *_):
+        dist.all_to_all_single, dist.all_gather_into_tensor = self._originals
+
+
+def count_bytes(rank, world_size, config, num_values):
+    communicator = Communicator(dist.group.WORLD, config)
+    with CountedBytes() as counted:
+        communicator.all_reduce(torch.randn(num_values), Site(0, Direction.forward, bits=config.bits))
+    return counted.sent
+
+
+@pytest.mark.parametrize("preset", ["echo4", "echo4_paper", "echo8"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_packed_bytes_are_what_travels(preset, world_size):
+    """At 4 bits 68 B for 128 values each way, plus tile headers under 1 %."""
+    num_values = 1 << 20
+    config = EchoConfig.preset(preset)
+    bytes_of_128 = 68 if config.bits == 4 else 132
+    # One-shot at P=2: everything to the one peer. Two-shot: (P-1)/P of the tensor in push and again in gather.
+    expected = num_values / 128 * bytes_of_128 * (1 if world_size == 2 else 2 * (world_size - 1) / world_size)
+    for sent in run_ranks(count_bytes, world_size, config, num_values):
+        assert expected <= sent < 1.01 * expected
+
+
+def strided_calls(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, EchoConfig())
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(rank))
+    offset = torch.randn(6 * 1024 + 1, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)[1:]
+    views = [x.t(), x[:, ::2], x[3:5].expand(7, 2, 96), x[:, 1:33], offset, x.t()[5]]
+    return [
+        (
+            communicator.all_reduce(view, Site(0, Direction.forward)),
+            communicator.all_reduce(view.contiguous(), Site(0, Direction.forward)),
+        )
+        for view in views
+    ]
+
+
+def test_strided_and_misaligned_inputs_equal_their_contiguous_copies():
+    """A non-contiguous input came back unreduced from other systems: t(), [:, ::2], expand(), a 2-byte offset."""
+    for pairs in run_ranks(strided_calls, 2):
+        for strided, contiguous in pairs:
+            assert torch.equal(strided, contiguous) and strided.is_contiguous()
+
+
+def overwriting_calls(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, EchoConfig())
+    outputs = []
+    for step in range(30):
+        x = torch.full((3008,), float(rank + step))
+        if rank == step % world_size:
+            time.sleep(0.003)
+        outputs.append(communicator.all_reduce(x, Site(0, Direction.forward)))  # 3,008 values: whole blocks of 32
+        x.fill_(float("nan"))
+    return outputs
+
+
+def test_overwriting_the_input_after_the_call_harms_nobody():
+    for outputs in run_ranks(overwriting_calls, 3):
+        for step, output in enumerate(outputs):
+            exact = 3.0 * step + 3
+            assert (output - exact).abs().max() <= 0.15 * max(exact, 1.0)
+
+
+def many_sizes(rank, world_size):
+    communicator, simulated = Communicator(dist.group.WORLD, EchoConfig()), SimulatedGroup(world_size, EchoConfig())
+    sizes = torch.randint(1, 20_000, (100,), generator=torch.Generator().manual_seed(1)).tolist()
+    for step, num_values in enumerate(sizes):
+        if step % 13 == rank:
+            time.sleep(0.002)
+        site = Site(step % 2, Direction.forward)
+        y = communicator.all_reduce(contribution(rank, num_values, 0, torch.float32), site)
+        xs = [contribution(peer, num_values, 0, torch.float32) for peer in range(world_size)]
+        assert torch.equal(y, simulated.all_reduce(xs, site))
+    return True
+
+
+def test_changing_sizes_back_to_back_with_a_slow_rank():
+    assert all(run_ranks(many_sizes, 4, timeout_s=120))
+
+
+def communicators_come_and_go(rank, world_size):
+    import gc
+
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    def cycle():
+        communicator = Communicator(dist.group.WORLD, EchoConfig())
+        for idx in range(2):
+            communicator.all_reduce(torch.ones(2000), Site(idx, Direction.forward))
+
+    cycle()
+    before = open_files()
+    for _ in range(100):
+        cycle()
+    gc.collect()
+    return before, open_files()
+
+
+def test_creating_and_dropping_communicators_leaks_no_descriptors():
+    for before, after in run_ranks(communicators_come_and_go, 2):
+        assert after <= before
+
+
+def different_calls(rank, world_size, kind):
+    communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=10))
+    communicator.all_reduce(torch.ones(1000), Site(0, Direction.forward))
+    site = Site(
+        1 if kind != "site" or rank != 1 else 2, Direction.forward, bits=8 if kind == "bits" and rank == 1 else 4
+    )
+    size = 999 if kind == "elements" and rank == 1 else 1000
+    try:
+        communicator.all_reduce(torch.ones(size), site)
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [("elements", "elements 999 (here 1000)"), ("site", "site 2 (here 1)"), ("bits", "bits 8 (here 4)")],
+)
+def test_ranks_that_make_different_calls_are_told(kind, theirs):
+    messages = run_ranks(different_calls, 3, kind)
+    assert "rank 1 has " + theirs in messages[0] and "rank 1 has " + theirs in messages[2]
+    assert "expected the same call on all 3 ranks" in messages[1] and "rank 0 has" in messages[1]
+
+
+def killed_peer(rank, world_size, timeout_s):
+    communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=timeout_s))
+    communicator.all_reduce(torch.ones(5000), Site(0, Direction.backward))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.time()
+    try:
+        communicator.all_reduce(
+            torch.ones(5000), Site(1, Direction.backward, name="layers.0.self_attention.linear_qkv")
+        )
+    except CommunicationError as error:
+        return time.time() - start, str(error)
+    raise AssertionError("the call succeeded without its peer")
+
+
+def start_rank(rank, world_size, folder, timeout_s):
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch.save(killed_peer(rank, world_size, timeout_s), f"{folder}/result{rank}")
+    os._exit(0)
+
+
+def test_a_killed_peer_is_reported_by_the_survivors_within_the_limit(tmp_path):
+    context = torch.multiprocessing.get_context("fork")
+    processes = [context.Process(target=start_rank, args=(rank, 3, str(tmp_path), 15.0)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [p.exitcode for p in processes] == [0, -signal.SIGKILL, 0]
+    for rank in (0, 2):
+        seconds, message = torch.load(tmp_path / f"result{rank}", weights_only=False)
+        assert seconds < 20
+        assert f"rank {rank} of 3" in message and "backward site 1" in message and "linear_qkv" in message
+        assert "timeout_s=15" in message
+
+
+def late_peer(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=1.0))
+    if rank == 1:
+        time.sleep(4)
+        return "late"
+    start = time.time()
+    try:
+        communicator.all_reduce(torch.ones(5000), Site(0, Direction.forward))
+    except CommunicationError as error:
+        assert time.time() - start < 3
+        return str(error)
+    return "no error"
+
+
+def test_a_late_peer_ends_the_wait():
+    with pytest.raises(
+        AssertionError
+    ) as failure:  # gloo closes the pair after a time-out; the barrier at the end notices
+        run_ranks(late_peer, 2, timeout_s=10)
+    assert "no error" not in str(failure.value)
+
+
+def wrong_dtype(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, EchoConfig())
+    with pytest.raises(ValueError, match="expected a tensor of bfloat16, float16 or float32, got torch.float64"):
+        communicator.all_reduce(torch.ones(4, dtype=torch.float64), Site(0, Direction.forward))
+    empty = communicator.all_reduce(torch.ones(0, 4), Site(0, Direction.forward))
+    return empty.shape
+
+
+def test_wrong_dtype_is_refused_and_empty_tensors_pass():
+    assert run_ranks(wrong_dtype, 2) == [(0, 4)] * 2
+
+
+def quantizations(rank, world_size, algorithm):
+    counts = torch.zeros(30_000)
+    original = Quantizer.quantize
+    values_seen = []
+
+    def counting(self, values, exponent=None):
+        values_seen.append(values.numel())
+        return original(self, values, exponent)
+
+    Quantizer.quantize = counting
+    Communicator(dist.group.WORLD, EchoConfig(algorithm=algorithm)).all_reduce(counts, Site(0, Direction.forward))
+    return sum(values_seen)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_quantizes_what_it_sends_and_its_sum_only(world_size):
+    """Two-shot: (P-1)/P of the tensor pushed and 1/P gathered; summed over ranks, an element is quantized P times, P-1
+    contributions once each and their sum once: at most two roundings on any path."""
+    for total in run_ranks(quantizations, world_size, Algorithm.two_shot):
+        assert total <= 30_000 + 32 * world_size
+    assert run_ranks(quantizations, world_size, Algorithm.one_shot) == [30_016 - 30_016 % 32] * world_size
+
+
+def replaying(rank, world_size, algorithm, keep):
+    communicator = Communicator(
+        dist.group.WORLD, EchoConfig(algorithm=algorithm), is_recomputed=lambda: keep, max_passes=None
+    )
+    first = [communicator.all_reduce(torch.randn(3000), Site(i, Direction.forward)).clone() for i in range(3)]
+    second = [communicator.all_reduce(torch.randn(3000), Site(i, Direction.forward)).clone() for i in range(3)]
+    held = communicator.num_state_bytes()
+    replayed = []
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            for i in (2, 0, 1):
+                replayed.append(communicator.all_reduce(torch.full((3000,), float("nan")), Site(i, Direction.forward)))
+            return grad
+
+    for _ in range(2):
+        Recompute.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    order = [first[i] for i in (2, 0, 1)] + [second[i] for i in (2, 0, 1)]
+    return all(torch.equal(a, b) for a, b in zip(order, replayed, strict=True)), held, communicator.replays.num_bytes()
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.one_shot, Algorithm.two_shot])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replays_return_the_first_run_s_bits_first_in_first_out(algorithm, world_size):
+    for equal, held, left in run_ranks(replaying, world_size, algorithm, True):
+        assert equal and left == 0
+        # Two-shot keeps about 4.25 bits an element, one-shot P times that or, where it is smaller, the FP32 sum itself.
+        state = 2 * 2 * 3008
+        per_site = (held - state) / 6
+        one_shot_bytes = min(world_size * 3008 * 4.25 / 8, 3000 * 4)
+        expected = one_shot_bytes if algorithm is Algorithm.one_shot else 3008 * 4.25 / 8
+        assert expected <= per_site < expected * 1.1 + 200
+
+
+def test_a_replay_without_kept_codes_says_what_is_expected():
+    with pytest.raises(AssertionError, match="kept no codes to replay. Expected: activation recompute by Megatron"):
+        run_ranks(replaying, 2, Algorithm.one_shot, False)

@@ -1,0 +1,148 @@
+"""Error feedback: the recurrence against the paper's closed forms, and its bounds against adversaries."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo_megatron.compensator import (
+    Compensator,
+    remaining,
+    source_bound,
+    source_variance,
+    tail,
+    tail_square_sum,
+    tail_sum,
+    weight,
+)
+from echo_megatron.config import EchoConfig, StateDtype
+
+FP32 = {"state_dtype": StateDtype.fp32}
+coefficients = st.builds(
+    lambda eta, a, beta1, beta2: EchoConfig(eta=eta, a=a, beta1=beta1, beta2=beta2, **FP32),
+    st.floats(0.05, 1),
+    st.floats(0, 1),
+    st.floats(0, 0.95),
+    st.floats(0, 0.95),
+)
+
+
+def test_constants_of_the_default_coefficients():
+    config = EchoConfig()
+    assert tail_sum(config) == pytest.approx(2.095, abs=5e-4)  # 1 + mu_w
+    assert tail_square_sum(config) == pytest.approx(1.280, abs=5e-4)  # tau_2
+    assert source_variance(config, 56) == pytest.approx(5.0, abs=0.02)
+    assert source_variance(config.replace(eta=0.0), 56) == 56
+
+
+@settings(deadline=None)
+@given(coefficients)
+def test_closed_forms_are_their_definitions(config):
+    weights = [weight(config, age) for age in range(2000)]
+    assert sum(weights) == pytest.approx(1, abs=1e-9)
+    for age in (0, 1, 5, 30):
+        assert tail(config, age) == pytest.approx(1 - sum(weights[:age]), abs=1e-9)
+        assert remaining(config, age) == pytest.approx(1 - config.eta * sum(weights[:age]), abs=1e-9)
+    tails = [tail(config, age) for age in range(2000)]
+    assert tail_sum(config) == pytest.approx(sum(tails), rel=1e-9)
+    assert tail_square_sum(config) == pytest.approx(sum(t * t for t in tails), rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(coefficients, st.integers(2, 40), st.integers(0, 2**31))
+def test_corrections_unroll_to_eqn_12_and_sums_to_eqn_13(config, num_sites, seed):
+    """With residuals u = -delta (one aggregate rank) the correction at site k is -eta sum w_{k-1-s} delta_s."""
+    deltas = torch.randn(num_sites, 8, generator=torch.Generator().manual_seed(seed))
+    compensator = Compensator(config)
+    total = torch.zeros(8)
+    for k in range(num_sites):
+        correction = compensator.apply(torch.zeros(8))
+        expected = -config.eta * sum((weight(config, k - 1 - s) * deltas[s] for s in range(k)), torch.zeros(8))
+        assert torch.allclose(correction, expected, atol=1e-5)
+        total += deltas[k] + correction
+        in_sum = sum((remaining(config, k - s) * deltas[s] for s in range(k + 1)), torch.zeros(8))
+        assert torch.allclose(total, in_sum, atol=1e-4)
+        compensator.update(-deltas[k])
+
+
+def test_state_is_the_paper_s_two_averages():
+    config = EchoConfig(**FP32)
+    compensator, m1, m2 = Compensator(config), torch.zeros(64), torch.zeros(64)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        x = torch.randn(64, generator=generator)
+        c = config.eta * (config.a * m1 + (1 - config.a) * m2)
+        assert torch.allclose(compensator.apply(x), x + c, atol=1e-6)
+        u = torch.randn(64, generator=generator)
+        m1 = config.beta1 * m1 + (1 - config.beta1) * u
+        m2 = config.beta2 * m2 + (1 - config.beta2) * u
+        compensator.update(u)
+        assert torch.allclose(compensator.average, m2, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 200),
+    st.integers(0, 2**31),
+    st.sampled_from(("signs", "constant", "alternating", "greedy", "bursts")),
+)
+def test_adversarial_errors_never_exceed_eqn_21(num_sites, seed, kind):
+    """|S_t| <= (1-eta) N q + eta (1+mu_w) q for any |delta| <= q; `greedy` pushes the sum outwards at every site."""
+    config, q = EchoConfig(**FP32), 1.0
+    generator = torch.Generator().manual_seed(seed)
+    compensator, total, worst = Compensator(config), 0.0, 0.0
+    for k in range(num_sites):
+        correction = compensator.apply(torch.zeros(1)).item()
+        ahead = total + correction
+        delta = {
+            "signs": q if torch.rand(1, generator=generator) < 0.5 else -q,
+            "constant": q,
+            "alternating": q * (-1) ** k,
+            "greedy": math.copysign(q, ahead or 1.0),
+            "bursts": q if k // 7 % 2 else 0.0,
+        }[kind]
+        total = ahead + delta
+        worst = max(worst, abs(total))
+        compensator.update(torch.tensor([-delta]))
+    assert worst <= source_bound(config, num_sites, q) + 1e-4
+
+
+def test_a_constant_error_reaches_the_bound_so_it_is_tight():
+    config, num_sites = EchoConfig(**FP32), 400
+    total = sum(remaining(config, age) for age in range(num_sites))
+    assert total == pytest.approx(source_bound(config, num_sites, 1.0), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", list(StateDtype))
+def test_first_site_reads_nothing_and_resets_forget(dtype):
+    compensator = Compensator(EchoConfig(state_dtype=dtype))
+    x = torch.randn(100)
+    assert compensator.apply(x) is x
+    compensator.update(torch.full((100,), math.nan))  # a poisoned pass
+    assert compensator.apply(x).isnan().all()
+    compensator.reset()
+    assert compensator.apply(x) is x
+    compensator.update(torch.ones(100))
+    assert compensator.apply(x).isfinite().all()
+
+
+def test_another_shape_starts_a_new_pass():
+    compensator = Compensator(EchoConfig())
+    compensator.apply(torch.randn(10))
+    compensator.update(torch.ones(10))
+    x = torch.randn(12)
+    assert compensator.apply(x) is x
+    assert compensator.num_bytes() == 2 * 12 * 2  # two BF16 tensors of the contribution's size
+
+
+def test_bf16_state_stays_close_to_fp32():
+    outputs = []
+    for dtype in StateDtype:
+        compensator, generator = Compensator(EchoConfig(state_dtype=dtype)), torch.Generator().manual_seed(0)
+        for _ in range(56):
+            compensator.apply(torch.zeros(1000))
+            compensator.update(torch.randn(1000, generator=generator))
+        outputs.append(compensator.apply(torch.zeros(1000)))
+    assert ((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 0.01

@@ -1,0 +1,102 @@
+"""Options: presets are what the spec says, and nothing wrong gets past start-up."""
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, ValidationError
+
+from echo_megatron import PRESETS, EchoConfig
+from echo_megatron.config import Algorithm, Direction, Phase, Policy, Rescale, Residual, StateDtype
+
+
+def test_presets_are_the_specs():
+    assert list(PRESETS) == ["nccl", "echo4", "echo8", "echo4_paper", "echo8_paper"]
+    assert not EchoConfig.preset("nccl").quantizes
+    ours = EchoConfig.preset("echo4")
+    assert (ours.bits, ours.policy, ours.group_size) == (4, Policy.rotated, 32)
+    assert (ours.residual, ours.rescale, ours.algorithm) == (Residual.local, Rescale.tile, Algorithm.auto)
+    paper = EchoConfig.preset("echo4_paper")
+    assert (paper.bits, paper.policy, paper.group_size) == (4, Policy.zero_aware, 128)
+    assert (paper.residual, paper.rescale, paper.algorithm) == (Residual.consensus, Rescale.group, Algorithm.two_shot)
+    for name in ("echo4", "echo8", "echo4_paper", "echo8_paper"):
+        config = EchoConfig.preset(name)
+        assert (config.eta, config.a, config.beta1, config.beta2) == (0.75, 0.35, 0.7, 0.3)
+        assert config.state_dtype is StateDtype.bf16
+        assert config.directions == list(Direction) and config.phases == list(Phase)
+        assert config.bits == (8 if "8" in name else 4)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("bits", 5, "bits: expected one of 4, 8, 16, got 5"),
+        ("bits", "4", "bits: expected one of 4, 8, 16, got '4'"),
+        ("bits", True, "bits"),
+        ("group_size", 48, "group_size: expected one of 32, 64, 128, 256, got 48"),
+        ("policy", "rotate", "policy: expected one of symmetric, naive, zero_aware, rotated, rotated_asymmetric"),
+        ("algorithm", "ring", "algorithm: expected one of auto, one_shot, two_shot, got 'ring'"),
+        ("residual", "both", "residual: expected one of local, consensus"),
+        ("rescale", "tensor", "rescale: expected one of tile, group, none"),
+        ("eta", 1.5, r"eta: expected a number in \[0, 1\], got 1.5"),
+        ("eta", float("nan"), "eta"),
+        ("eta", "0.75", "eta"),
+        ("a", -0.1, "a: expected"),
+        ("beta1", 1.0, r"beta1: expected a number in \[0, 1\), got 1.0"),
+        ("beta2", -1e-9, "beta2"),
+        ("state_dtype", "fp8", "state_dtype: expected one of bf16, fp32"),
+        ("min_bytes", -1, "min_bytes: expected an integer >= 0"),
+        ("min_bytes", 1.5, "min_bytes"),
+        ("directions", "forward", "directions: expected a list of forward, backward"),
+        ("directions", ["sideways"], "directions: expected one of forward, backward, got 'sideways'"),
+        ("phases", ["test"], "phases: expected one of train, evaluate"),
+        ("early_bits", 16, "early_bits: expected one of 4, 8"),
+        ("early_fraction", 1.1, "early_fraction"),
+        ("timeout_s", 0, r"timeout_s: expected a number in \(0, inf\)"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_was_expected(option, value, message):
+    with pytest.raises(ValueError, match=message):
+        EchoConfig(**{option: value})
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(
+        ValueError, match="tp_comm: expected one of nccl, echo4, echo8, echo4_paper, echo8_paper, got 'echo5'"
+    ):
+        EchoConfig.preset("echo5")
+    with pytest.raises(ValueError, match="unknown option etta"):
+        EchoConfig.preset("echo4", etta=0.5)
+    with pytest.raises(ValueError, match="early_bits: expected None with bits=16"):
+        EchoConfig.preset("nccl", early_bits=8)
+
+
+def test_strings_become_enums_and_copies_are_validated():
+    config = EchoConfig.preset("echo4", policy="zero_aware", directions=["backward"])
+    assert config.policy is Policy.zero_aware and config.directions == [Direction.backward]
+    with pytest.raises(ValueError, match="bits"):
+        config.replace(bits=3)
+
+
+def test_structured_config_of_hydra_refuses_at_composition():
+    schema = OmegaConf.structured(EchoConfig)
+    for key, value, error in (
+        ("bitz", 4, ConfigKeyError),
+        ("policy", "rotate", ValidationError),
+        ("eta", "x", ValidationError),
+    ):
+        with pytest.raises(error):
+            OmegaConf.merge(schema, {key: value})
+    merged = OmegaConf.merge(schema, {"policy": "zero_aware", "early_bits": 8})
+    assert OmegaConf.to_object(merged) == EchoConfig(policy=Policy.zero_aware, early_bits=8)
+
+
+def test_early_sites_cover_the_first_layers_of_the_forward_pass():
+    config = EchoConfig.preset("echo4", early_bits=8, early_fraction=0.5)
+    bits = [config.site_bits(Direction.forward, layer, 28) for layer in range(28)]
+    assert bits == [8] * 14 + [4] * 14
+    assert {config.site_bits(Direction.backward, layer, 28) for layer in range(28)} == {4}
+    # About 1.5 times the bytes of uniform 4-bit (paper Sec. 7.2).
+    from echo_megatron.reference import make_quantizer
+
+    early, late = (make_quantizer(config, b).num_bytes(1 << 20) for b in (8, 4))
+    assert (early + late) / (2 * late) == pytest.approx(1.5, abs=0.04)
+    assert [EchoConfig(early_bits=8, early_fraction=f).site_bits(Direction.forward, 0, 3) for f in (0.0, 0.1)] == [4, 8]
