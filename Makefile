@@ -29,7 +29,7 @@ $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/test.txt
 	@touch $(RUN_STAMP) $@
 
-quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo communication, compare: runs/quickstart (ABLATION=1: two more arms)
+quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo communication, compare; ABLATION=1, OUT=folder, ARGS="--steps 100"
 	@$(BIN)/python -m echo_megatron.quickstart --out $(or $(OUT),runs/quickstart) $(if $(filter-out 0,$(ABLATION)),--ablation) $(ARGS)
 
 test: lint ## environment, ruff, mypy and the whole test suite on CPU (PYTEST_ARGS="-k name")
