@@ -52,8 +52,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m echo_megatron.quickstart",
-        description="Pretrains a small Qwen3-shaped GPT on public-domain text at tensor parallel 2, once with Megatron's own "
-        "communication and once with Echo at 4 bits, same seed and data, and compares the losses. "
+        description="Pretrains a small Qwen3-shaped GPT on public-domain text at tensor parallel 2, once with "
+        "Megatron's own communication and once with Echo at 4 bits, same seed and data, and compares the losses. "
         "Runs that are finished are not repeated; a run that was stopped goes on.",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder of the runs (%(default)s)")

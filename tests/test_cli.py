@@ -1,4 +1,4 @@
-"""The command line as a user starts it: subcommands, errors, and one whole run through torchrun that is stopped and resumed."""
+"""The command line as a user starts it: subcommands, errors, whole runs through torchrun."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_cfg_job_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "bits: 8" in printed
     assert "name: quickstart" in printed
-    assert cli.main(["pretrain", "--help"]) == 0
+    with pytest.raises(SystemExit) as ended:  # by Hydra
+        cli.main(["pretrain", "--help"])
+    assert ended.value.code == 0
     assert "tp_comm: echo4" in capsys.readouterr().out
 
 
@@ -64,10 +66,12 @@ def test_refusals_have_status_2_and_a_message(tmp_path: Path, capsys: pytest.Cap
     error = capsys.readouterr().err
     assert "manifest.json: not found" in error
     assert "prepare_sample" in error
-    assert (
-        cli.main(["pretrain", "trainer.device=cuda", "trainer.data_parallel=100", "trainer.global_batch_size=800"]) == 2
-    )
-    assert "cuda" in capsys.readouterr().err
+    many = ["trainer.data_parallel=100", "trainer.global_batch_size=800"]
+    assert cli.main(["pretrain", *small_run(tmp_path, *many, "trainer.device=cuda")]) == 2
+    assert "expected at least 200 GPUs on this machine" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main(["pretrain", *small_run(tmp_path, f"runs_dir={tmp_path}/file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_misspelt_key_ends_the_program(tmp_path: Path) -> None:
