@@ -1,4 +1,4 @@
-"""One tensor-parallel group: its transport, the compensators of both directions, the pass clock and the replay cache."""
+"""One tensor-parallel group: its transport, both directions' compensators, the pass clock and the replay cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class Communicator:
             f"{config.residual.name} residual, eta {config.eta:g}" if config.compensates else "no compensation"
         )
         return (
-            f"echo: {config.bits}-bit {config.policy.name} (groups of {config.group_size}), {self.transport.name} transport, "
+            f"echo: {config.bits}-bit {config.policy.name} (groups of {config.group_size}), "
+            f"{self.transport.name} transport, "
             f"{algorithm} ({why} {self.group.size()} ranks), {compensation}, rescale {config.rescale.name}; "
             f"messages under {config.min_bytes} bytes stay at full precision"
         )

@@ -83,7 +83,7 @@ class Compensator:
         return sum(t.numel() * t.element_size() for t in (self.correction, self.average) if t is not None)
 
 
-# -- closed forms of the analysis (paper Secs. 5.2 and 6); tests hold the recurrence to them --------------------------------
+# -- closed forms of the analysis (paper Secs. 5.2 and 6); tests hold the recurrence to them
 
 
 def weight(config: EchoConfig, age: int) -> float:

@@ -1,4 +1,4 @@
-"""The process group that one linear all-reduces on: it knows its site, and everything but that all-reduce is the real group's."""
+"""The process group of one linear: it knows its site; everything but the site's all-reduce is the real group's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from echo_megatron.communicator import Communicator
@@ -24,8 +24,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class EchoProcessGroup(dist.ProcessGroup):
     """Stands in for the tensor-parallel group of one linear.
 
-    Megatron's and Transformer Engine's linears end in `torch.distributed.all_reduce(t, group=<the module's group>)`. This
-    group sends that call, when it is the site's sum of activations or gradients, to the communicator; every other
+    Megatron's and Transformer Engine's linears end in `torch.distributed.all_reduce(t, group=<the module's group>)`.
+    This group sends that call, when it is the site's sum of activations or gradients, to the communicator; every other
     collective and every other all-reduce goes to the real group.
 
     Args:
@@ -36,7 +36,7 @@ class EchoProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, communicator: Communicator, site: Site, hidden_size: int, is_active: Callable[[], bool]) -> None:
-        super().__init__(communicator.group.rank(), communicator.group.size())
+        super().__init__(communicator.group.rank(), communicator.group.size())  # type: ignore[call-arg]
         self.communicator = communicator
         self.real_group = communicator.group
         self.site = site
@@ -44,7 +44,7 @@ class EchoProcessGroup(dist.ProcessGroup):
         self._is_active = is_active
         self._register()
 
-    def takes(self, x: Tensor, op: dist.ReduceOp) -> bool:
+    def takes(self, x: Tensor, op: Any) -> bool:
         """Whether this all-reduce is the site's own and large enough to quantize."""
         return (
             self._is_active()
@@ -56,7 +56,7 @@ class EchoProcessGroup(dist.ProcessGroup):
             and x.numel() * x.element_size() >= self.communicator.config.min_bytes
         )
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = dist.AllreduceOptions() if opts is None else opts
         if len(tensors) != 1 or not self.takes(tensors[0], opts.reduceOp):
             return self.real_group.allreduce(tensors, opts)
@@ -67,7 +67,7 @@ class EchoProcessGroup(dist.ProcessGroup):
             raise
         return _completed(tensors)
 
-    def getBackendName(self) -> str:  # noqa: N802 - the name is PyTorch's
+    def getBackendName(self) -> str:
         return self.real_group.name()
 
     # Everything else is the real group's. PyTorch calls these with positional arguments only.
@@ -117,7 +117,7 @@ class EchoProcessGroup(dist.ProcessGroup):
     def recv(self, *args: Any) -> dist.Work:
         return self.real_group.recv(*args)
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
         return self.real_group.barrier(dist.BarrierOptions() if opts is None else opts)
 
     def _register(self) -> None:
@@ -140,4 +140,4 @@ def _completed(tensors: list[Tensor]) -> dist.Work:
     """A handle whose work is already ordered on the caller's stream."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    return _create_work_from_future(future)
+    return c10d._create_work_from_future(future)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The group quantizers (paper Sec. 4.3) and the wire record, in PyTorch: the definition that kernels match bit for bit.
 
-A stream of FP32 values is cut into tiles of 4,096 values and groups of `group_size`. A tile has a power-of-two exponent E,
-a group a scale s (and, for asymmetric policies, a zero-point z); value v becomes code q and is read back as v^:
+A stream of FP32 values is cut into tiles of 4,096 values and groups of `group_size`. A tile has a power-of-two exponent
+E, a group a scale s (and, for asymmetric policies, a zero-point z); value v becomes code q and is read back as v^:
 
     q  = clip(round((v * 2^-E) * (1/s) + z), lowest, highest)        v^ = (s * 2^E) * (q - z)
 
@@ -33,7 +33,7 @@ HEADER_BYTES = 16
 ALIGNMENT_BYTES = 16
 ROTATION_BLOCK = 32
 
-# A tile's largest magnitude is brought into [2^14, 2^15): its scales fit FP16 and the 8-bit scale with room on both sides.
+# A tile's largest magnitude is brought into [2^14, 2^15): its scales fit FP16 and the 8-bit scale, with room around.
 TILE_TARGET_EXPONENT = 14
 # One exponent a call is chosen before contributions are summed (8 ranks: 3 bits) and compensated (2 bits)...
 GROUP_HEADROOM_BITS = 5
@@ -45,7 +45,7 @@ FP16_SMALLEST = 2.0**-24
 SCALE8_MANTISSA_BITS = 3
 SCALE8_EXPONENT_BIAS = 19
 SCALE8_NAN = 255
-# A one-sided group's scale is at least 2^-10 of its largest magnitude: the FP16 zero-point stays an exact integer below 2^11.
+# A one-sided group's scale is at least 2^-10 of its largest magnitude: the FP16 zero-point is exact to half a step.
 FARTHEST_ZERO_POINT = 2.0**-10
 
 
@@ -111,7 +111,7 @@ class Quantizer:
             return 0.5 + (0.0 if self.scale8_rounds_up else span / 16) + self.zero8_step / 2
         return 0.5 + span / 2048 + 1 / 16
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------
+    # -- sizes
 
     def num_basis_values(self, num_values: int) -> int:
         """Length of a tensor of `num_values` in the working basis: rotated policies fill the last block of 32."""
@@ -131,7 +131,7 @@ class Quantizer:
     def _tile_bytes(self, num_values: int) -> int:
         return HEADER_BYTES + self._param_region_bytes(num_values) + self._code_region_bytes(num_values)
 
-    # -- working basis -------------------------------------------------------------------------------------------------
+    # -- working basis
 
     def to_basis(self, x: Tensor) -> Tensor:
         """Flattens `x` in contiguous order to FP32 in the basis where it is quantized, summed and compensated.
@@ -155,7 +155,7 @@ class Quantizer:
             return values
         return (hadamard(values) * (1.0 / ROTATION_BLOCK))[..., :num_values]
 
-    # -- quantize ------------------------------------------------------------------------------------------------------
+    # -- quantize
 
     def call_exponent(self, amax: Tensor) -> Tensor:
         """The exponent of `rescale: group` from the largest finite |x| over the ranks (paper Sec. 5.4), int32."""
@@ -231,7 +231,7 @@ class Quantizer:
         return scale, zero, torch.cat((scale_bytes, stored.to(torch.uint8).unsqueeze(-1)), dim=-1)
 
     def _blended_zero(self, lo: Tensor, hi: Tensor, scale: Tensor) -> Tensor:
-        """The real zero-point, moved to the integer as far as the group straddles zero (spec 1); `naive` leaves it real."""
+        """The real zero-point, moved to the integer as far as the group straddles zero; `naive` leaves it real."""
         reciprocal = 1.0 / scale
         zero = -lo * reciprocal
         if self.policy is Policy.naive:
@@ -250,7 +250,7 @@ class Quantizer:
         code = code.where(finite, torch.full_like(code, SCALE8_NAN))
         return _decode_scale8(code), code.to(torch.uint8).unsqueeze(-1)
 
-    # -- wire record ---------------------------------------------------------------------------------------------------
+    # -- wire record
 
     def encode(self, values: Tensor, exponent: Tensor | None = None) -> Tensor:
         """`pack(quantize(values))`: fp32 [..., n] to uint8 [..., num_bytes(n)]."""
@@ -263,10 +263,9 @@ class Quantizer:
     def pack(self, quantized: Quantized) -> Tensor:
         """The wire record, uint8 [..., num_bytes(n)]."""
         full, rest = divmod(quantized.num_values, TILE_VALUES)
-        header = torch.zeros(
-            *quantized.exponent.shape, HEADER_BYTES // 2, dtype=torch.int16, device=quantized.codes.device
-        )
-        header[..., 0] = quantized.exponent
+        exponent = quantized.exponent
+        header = torch.zeros(*exponent.shape, HEADER_BYTES // 2, dtype=torch.int16, device=exponent.device)
+        header[..., 0] = exponent
         parts = (header.view(torch.uint8), quantized.params.flatten(-2), self._pack_codes(quantized.codes.flatten(-2)))
         record = torch.cat([part[..., :full, :] for part in parts], dim=-1).flatten(-2)
         if not rest:

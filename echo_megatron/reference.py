@@ -134,7 +134,8 @@ class SimulatedGroup:
         first = self._check(contributions)
         if first.shape[0] % self.world_size:
             raise ValueError(
-                f"reduce_scatter: expected a first dimension divisible by {self.world_size} ranks, got {tuple(first.shape)}"
+                f"reduce_scatter: expected a first dimension divisible by {self.world_size} ranks, "
+                f"got {tuple(first.shape)}"
             )
         if self.world_size == 1 or first.numel() == 0:
             return [share.clone() for share in first.chunk(self.world_size)]
@@ -164,7 +165,7 @@ class SimulatedGroup:
         decoded = quantizer.dequantize(quantizer.quantize(quantizer.rows_to_basis(stacked), exponent))
         return quantizer.from_basis(decoded, first.numel()).to(first.dtype).reshape(-1, *first.shape[1:])
 
-    # -- one call -------------------------------------------------------------------------------------------------------
+    # -- one call
 
     def _begin(self, site: Site) -> Compensator | None:
         compensator = self.compensators[site.direction]
@@ -182,7 +183,7 @@ class SimulatedGroup:
         own = self._own_mask(segmented)
         sums = sum_in_rank_order(segmented.where(own, decoded))
         reduced = quantizer.dequantize(quantizer.quantize(sums, exponent)).flatten()[: segments.num_values]
-        # On the segment that a rank owns the residual is sum - y; y is only final in its dtype, so `_residual` subtracts it.
+        # On the owned segment the residual is sum - y; y is only final in its dtype, so `_residual` subtracts it.
         residual = sums.where(own, segmented - decoded)
         return reduced, residual.flatten(1)[:, : segments.num_values]
 

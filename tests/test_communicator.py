@@ -1,9 +1,10 @@
-"""The communicator over real gloo process groups: against the reference, bit for bit, and against what broke other systems."""
+"""The communicator on real gloo groups: against the reference, bit for bit, and against what broke other systems."""
 
 import itertools
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,7 +242,7 @@ def communicators_come_and_go(rank, world_size):
     import gc
 
     def open_files():
-        return len(os.listdir("/proc/self/fd"))
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     def cycle():
         communicator = Communicator(dist.group.WORLD, EchoConfig())
@@ -346,7 +347,7 @@ def test_a_late_peer_ends_the_wait():
 
 def wrong_dtype(rank, world_size):
     communicator = Communicator(dist.group.WORLD, EchoConfig())
-    with pytest.raises(ValueError, match="expected a tensor of bfloat16, float16 or float32, got torch.float64"):
+    with pytest.raises(ValueError, match=r"expected a tensor of bfloat16, float16 or float32, got torch\.float64"):
         communicator.all_reduce(torch.ones(4, dtype=torch.float64), Site(0, Direction.forward))
     empty = communicator.all_reduce(torch.ones(0, 4), Site(0, Direction.forward))
     return empty.shape
@@ -419,5 +420,5 @@ def test_replays_return_the_first_run_s_bits_first_in_first_out(algorithm, world
 
 
 def test_a_replay_without_kept_codes_says_what_is_expected():
-    with pytest.raises(AssertionError, match="kept no codes to replay. Expected: activation recompute by Megatron"):
+    with pytest.raises(AssertionError, match=r"kept no codes to replay\. Expected: activation recompute by Megatron"):
         run_ranks(replaying, 2, Algorithm.one_shot, False)

@@ -1,6 +1,7 @@
 """install() on the real megatron-core: schedules, recompute, evaluation, failures, checkpoints, refusals."""
 
 import copy
+from itertools import chain
 from types import SimpleNamespace
 
 import megatron.core.tensor_parallel.layers  # noqa: F401  # before the processes fork: they need not import it again
@@ -49,7 +50,7 @@ def test_quantized_training_follows_stock_and_ranks_agree(preset):
     config = EchoConfig.preset(preset, min_bytes=0)
     ranks = run_ranks(stock_and_echo, 2, config)
     for (stock_losses, _), (losses, _) in ranks:
-        flat, stock = sum(losses, []), sum(stock_losses, [])
+        flat, stock = list(chain(*losses)), list(chain(*stock_losses))
         assert flat != stock and max(abs(a - b) for a, b in zip(flat, stock, strict=True)) < 0.03
     assert ranks[0][1][0] == ranks[1][1][0]  # losses, to the last bit
     first, second = (rank[1][1] for rank in ranks)
@@ -111,14 +112,16 @@ def recomputed(rank, world_size, options):
         for compensator in compensators.values():
             original = compensator.update
 
-            def recording(residual, original=original):
+            def recording(residual, original=original, states=states):
                 states.append(residual.double().sum().item())
                 original(residual)
 
             compensator.update = recording
         held = []
         for chunk in trainer.chunks:
-            chunk.register_forward_hook(lambda *_: held.append(installation.communicator.replays.num_bytes()))
+            chunk.register_forward_hook(
+                lambda *_, held=held, cache=installation.communicator.replays: held.append(cache.num_bytes())
+            )
         results.append((train(trainer, 2, microbatches=2), trainer.trace, states, held))
         parallel_state.destroy_model_parallel()
     return results
@@ -328,7 +331,9 @@ def test_checkpoints_move_between_echo4_and_nccl(tmp_path):
 def other_traffic(rank, world_size):
     trainer = build_trainer(tp=world_size)
     installation = install(trainer.chunks, ECHO4)
-    group = next(m.tp_group for m in trainer.chunks[0].modules() if isinstance(getattr(m, "tp_group", 0), EchoProcessGroup))
+    group = next(
+        m.tp_group for m in trainer.chunks[0].modules() if isinstance(getattr(m, "tp_group", 0), EchoProcessGroup)
+    )
     real, calls = group.real_group, trainer.trace
     record_sites(trainer, installation.communicator)
 
@@ -388,7 +393,9 @@ def refusals(rank, world_size):
     linear.allreduce_dgrad = True
     mlp = trainer.chunks[0].module.decoder.layers[1].mlp
     fc2, mlp.linear_fc2 = mlp.linear_fc2, torch.nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.linear_fc2 is a torch.*expected Megatron-core's RowParallel"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.linear_fc2 is a torch.*expected Megatron-core's RowParallel"
+    ):
         install(trainer.chunks, ECHO4)
     mlp.linear_fc2 = fc2
     trainer.chunks[0].module.decoder.layers[0].compile()

@@ -1,5 +1,6 @@
 """The group quantizers and the wire record as properties over shapes, dtypes, amplitudes and hostile values."""
 
+import itertools
 import math
 
 import pytest
@@ -117,7 +118,7 @@ def test_zero_aware_blend_is_continuous_and_naive_is_not_exact():
         x = torch.linspace(0.0, 15.0, 32)
         x[0] = lo
         zeros.append(quantizer.quantize(x).zero.flatten()[0].item())
-    jumps = [abs(b - a) for a, b in zip(zeros, zeros[1:], strict=False)]
+    jumps = [abs(b - a) for a, b in itertools.pairwise(zeros)]
     assert max(jumps) < 0.01  # an integer zero-point alone would jump by one at lo = -0.5 steps
     straddling = torch.linspace(-4.3, 10.0, 32)
     straddling[5] = 0.0

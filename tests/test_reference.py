@@ -105,7 +105,7 @@ def test_own_segment_enters_the_sum_exactly(policy):
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_element_is_quantized_at_most_twice(monkeypatch, world_size, algorithm):
-    """Counted: each rank quantizes what it sends, and an owner its sum; P never multiplies the roundings of an element."""
+    """Counted: each rank quantizes what it sends and an owner its sum; P never multiplies an element's roundings."""
     counts = []
     original = Quantizer.quantize
 

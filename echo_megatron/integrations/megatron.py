@@ -1,8 +1,8 @@
 """Megatron-core: gives the four linears of every transformer layer a process group of their own.
 
-Covered are modules by what they are: the self-attention projection and MLP fc2 (row-parallel: forward sites), qkv and fc1
-(column-parallel: backward sites) of every `TransformerLayer`. Everything else keeps its communication: embedding, LM head,
-cross-entropy, norm gradients, cross-attention, multi-token prediction.
+Modules are covered by what they are: of every `TransformerLayer` the self-attention projection and MLP fc2
+(row-parallel: forward sites), qkv and fc1 (column-parallel: backward sites). Everything else keeps its communication:
+embedding, LM head, cross-entropy, norm gradients, cross-attention, multi-token prediction.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class Installation:
     config: EchoConfig
     communicator: Communicator | None = None
     sites: list[Site] = field(default_factory=list)
-    _originals: list[tuple[nn.Module, dist.ProcessGroup]] = field(default_factory=list)
+    _originals: list[tuple[Any, dist.ProcessGroup]] = field(default_factory=list)
 
     def uninstall(self) -> None:
         """Restores every linear's own process group. Calling it twice does no harm."""
@@ -63,9 +64,8 @@ class Installation:
         lines += [
             f"{direction:<10}{module:<32}{bits:>5}{count:>7}" for (direction, module, bits), count in rows.items()
         ]
-        lines.append(
-            "at full precision: embedding, LM head, cross-entropy, norm gradients, cross-attention, multi-token prediction"
-        )
+        exact = "embedding, LM head, cross-entropy, norm gradients, cross-attention, multi-token prediction"
+        lines.append(f"at full precision: {exact}")
         return "\n".join(lines)
 
 
@@ -117,8 +117,8 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
     return installation
 
 
-def _find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[tuple[Site, nn.Module, int]]:
-    """Every site with its linear and hidden size; forward sites in the order of the forward pass, backward likewise."""
+def _find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[tuple[Site, Any, int]]:
+    """Every site with its linear and hidden size, in the order in which its pass visits it."""
     for chunk_idx, chunk in enumerate(chunks):
         layers = _transformer_layers(chunk)
         for direction, modules in _SITES_OF_LAYER.items():
@@ -131,23 +131,20 @@ def _find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[tup
                     linear = _submodule(layer, path)
                     if linear is None:
                         continue  # a layer without attention or without MLP (heterogeneous models)
-                    check_linear(linear, f"layers.{layer_idx}.{path}", direction)
-                    yield (
-                        Site(idx, direction, f"layers.{layer_idx}.{path}", bits, chunk_idx),
-                        linear,
-                        layer.config.hidden_size,
-                    )
+                    name = f"layers.{layer_idx}.{path}"
+                    check_linear(linear, name, direction)
+                    yield Site(idx, direction, name, bits, chunk_idx), linear, layer.config.hidden_size
                     idx += 1
 
 
-def _transformer_layers(chunk: nn.Module) -> list[nn.Module]:
+def _transformer_layers(chunk: nn.Module) -> list[Any]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
     return [layer for layer in layers if not getattr(layer, "is_mtp_layer", False)]
 
 
-def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
+def _submodule(layer: nn.Module, path: str) -> Any:
     from megatron.core.transformer.identity_op import IdentityOp
 
     module: nn.Module | None = layer
@@ -170,6 +167,6 @@ def _is_recomputed() -> bool:
     return random.is_checkpointing() and not torch.is_grad_enabled()
 
 
-def _max_passes(linear: nn.Module) -> int | None:
+def _max_passes(linear: Any) -> int | None:
     """Without pipeline stages every forward pass is followed by its backward pass."""
     return 1 if linear.config.pipeline_model_parallel_size == 1 else None

@@ -14,7 +14,7 @@ from echo_megatron.process_group import EchoProcessGroup
 
 @dataclass(frozen=True)
 class _Refusal:
-    """One option of TransformerConfig that can't be combined with Echo. Options that a version lacks are not checked."""
+    """An option of TransformerConfig that can't be combined with Echo; one that a version lacks is not checked."""
 
     option: str
     is_refused: Callable[[Any], bool]
@@ -79,7 +79,7 @@ def check_model(chunk: nn.Module) -> None:
             )
 
 
-def check_linear(linear: nn.Module, name: str, direction: Direction) -> None:
+def check_linear(linear: Any, name: str, direction: Direction) -> None:
     """Raises ValueError when `linear` is not a local tensor-parallel linear whose own all-reduce makes the site."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

@@ -1,4 +1,4 @@
-"""Codes over torch.distributed: all-to-all and all-gather on any process group (gloo on CPU, NCCL on GPUs, several nodes)."""
+"""Codes over torch.distributed: all-to-all and all-gather on any process group (gloo, NCCL, several nodes)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class CollectiveTransport:
             residual[owned] += reduced[owned] - returned[owned]
         return residual
 
-    # -- messages -------------------------------------------------------------------------------------------------------
+    # -- messages
 
     def _all_gather(self, record: Tensor, site: Site, phase: str) -> Tensor:
         records = record.new_empty(self.world_size * record.numel())

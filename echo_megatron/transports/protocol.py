@@ -22,7 +22,7 @@ class Reduced:
 
     Attributes:
         output: the sum, the input's shape and dtype, the same bits on every rank.
-        codes: what `restore` needs: the wire records that the sum was decoded from, or the sum itself where it is smaller.
+        codes: what `restore` needs: the wire records that the sum was decoded from, or the sum where it is smaller.
         restore: gives the output back from `codes`, bit for bit, without communication.
     """
 
