@@ -70,9 +70,9 @@ class ReplayCache:
         passes = self._passes.get(site.chunk) or deque()
         if not passes or site.idx not in passes[0].codes:
             raise RuntimeError(
-                f"{site} ran inside a backward pass, but its forward pass kept no codes to replay. Expected: "
-                "activation recompute by Megatron's or Transformer Engine's reentrant checkpoint, one backward pass for each "
-                "forward pass, in the same order. Switch recompute off for this module or use that checkpoint."
+                f"{site} ran inside a backward pass, but its forward pass kept no codes to replay. Expected: activation "
+                "recompute by a reentrant checkpoint of Megatron or Transformer Engine, one backward pass for each "
+                "forward pass, in the same order. Use that checkpoint, or switch recompute off for this module."
             )
         kept = passes[0]
         kept.replay_began = True
