@@ -70,8 +70,8 @@ class ReplayCache:
         passes = self._passes.get(site.chunk) or deque()
         if not passes or site.idx not in passes[0].codes:
             raise RuntimeError(
-                f"{site} ran inside a backward pass, but its forward pass kept no codes to replay. Expected: activation "
-                "recompute by a reentrant checkpoint of Megatron or Transformer Engine, one backward pass for each "
+                f"{site} ran inside a backward pass, but its forward pass kept no codes to replay. Expected: "
+                "activation recompute by a reentrant checkpoint of Megatron or Transformer Engine, one backward pass a "
                 "forward pass, in the same order. Use that checkpoint, or switch recompute off for this module."
             )
         kept = passes[0]

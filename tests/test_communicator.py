@@ -420,5 +420,5 @@ def test_replays_return_the_first_run_s_bits_first_in_first_out(algorithm, world
 
 
 def test_a_replay_without_kept_codes_says_what_is_expected():
-    with pytest.raises(AssertionError, match=r"kept no codes to replay\. Expected: activation recompute by a reentrant"):
+    with pytest.raises(AssertionError, match=r"kept no codes to replay\. Expected: activation recompute"):
         run_ranks(replaying, 2, Algorithm.one_shot, False)
