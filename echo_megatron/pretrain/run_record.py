@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
+from echo_megatron import provenance
 from echo_megatron.pretrain.model import num_parameters
 from echo_megatron.pretrain.preflight import Plan
 from echo_megatron.pretrain.run_log import tokens_per_second
@@ -41,9 +38,9 @@ class RunRecord:
             "parameters": num_parameters(config.model, config.data.padded_vocab_size),
             "lr": config.optim.lr,
             "max_steps": trainer.max_steps,
-            "machine": _machine(device),
-            "versions": _versions(),
-            "commit": _commit(),
+            "machine": provenance.machine(device),
+            "versions": provenance.versions("echo-megatron", "torch", "megatron-core"),
+            "commit": provenance.commit(),
             "command": command,
         }
 
@@ -85,31 +82,3 @@ class RunRecord:
                 "tokens_per_s": tokens_per_second(records, tokens),
             }
         )
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"platform": platform.platform(), "processor": platform.machine(), "device": device.type, "gpu": accelerator}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("echo-megatron", "torch", "megatron-core"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
-
-
-def _commit() -> str | None:
-    """Commit of the checkout that this file lies in, with "+" where it has been changed; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + ("+" if changed else "")

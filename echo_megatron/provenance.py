@@ -1,0 +1,41 @@
+"""What a result was made with: machine, versions, commit. Every file of results carries it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The platform, and the GPU where `device` is one."""
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"platform": platform.platform(), "processor": platform.machine(), "device": device.type, "gpu": accelerator}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python and of `packages`."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def commit() -> str | None:
+    """Commit of the checkout that this file lies in, with "+" where it has been changed; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
