@@ -2,10 +2,10 @@
 
 usage: python scripts/error_feedback_simulation.py [--out docs/results] [--seeds 5]
 
-A site's partial outputs are n independent Student-t(5) values a rank, not scaled to unit variance (it is 5/3). From one
-site to the next they follow x <- rho x + sqrt(1 - rho^2) fresh, of correlation rho. S_N is the sum over the pass of what
-the ranks received minus the sum of what they contributed, without the correction; its rms is over the n elements. All
-arms of a row see the same data.
+A site's partial outputs are n independent Student-t(5) values a rank, of variance 5/3: not scaled to one. From one site
+to the next they follow x <- rho x + sqrt(1 - rho^2) fresh, of correlation rho. S_N is the sum over the pass of what the
+ranks received minus the sum of what they contributed, without the correction; its rms is over the n elements. All arms
+of a row see the same data.
 """
 
 from __future__ import annotations

@@ -1,0 +1,222 @@
+"""The rows of quantizer_study.py, the values of the prototype beside them, and the Markdown made from the results."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from echo_megatron.config import EchoConfig, Policy, Residual
+from echo_megatron.quantizer import TILE_VALUES
+from echo_megatron.reference import choose_algorithm, make_quantizer
+from echo_megatron.result_files import markdown_table, provenance_lines
+
+# What the prototype's values were measured with: they are shown beside results of these settings alone.
+PROTOTYPE_SETTINGS: dict[str, Any] = {"num_tokens": 4096, "context": 1024, "num_sites": 60}
+PROTOTYPE_MODEL = "SmolLM2-135M-Instruct"
+PROTOTYPE_16_BIT = 21.17
+# The study calls differences under 0.2 noise, for rows near 16 bits; the noise grows with what a row loses.
+NOISE, RELATIVE_NOISE = 0.2, 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        section: the table that it stands in.
+        label: quantizer and what is not default.
+        world_size: P.
+        config: what is simulated.
+        prototype: perplexity of an independent prototype at the same setting, where it has one.
+    """
+
+    section: str
+    label: str
+    world_size: int
+    config: EchoConfig
+    prototype: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Tells rows apart: P and every option that the simulation looks at."""
+        unused = ("min_bytes", "directions", "phases", "timeout_s")
+        config = {name: _plain(value) for name, value in asdict(self.config).items() if name not in unused}
+        return f"P={self.world_size} {json.dumps(config)}" if self.config.quantizes else "16 bits"
+
+    @property
+    def bits_a_value(self) -> float:
+        """Bits on the wire, scales and tile headers included."""
+        if not self.config.quantizes:
+            return 16.0
+        return make_quantizer(self.config, self.config.bits).num_bytes(TILE_VALUES) * 8 / TILE_VALUES
+
+    def entry(self, perplexity: float) -> dict[str, Any]:
+        """The row of the results file."""
+        quantizes = self.config.quantizes
+        return {
+            "key": self.key,
+            "section": self.section,
+            "label": self.label,
+            "world_size": self.world_size,
+            "algorithm": choose_algorithm(self.config, self.world_size).name if quantizes else None,
+            "residual": _residual(self.config),
+            "bits_a_value": self.bits_a_value,
+            "perplexity": perplexity,
+            "prototype": self.prototype,
+        }
+
+
+def _plain(value: object) -> object:
+    return value.name if isinstance(value, Enum) else value
+
+
+def _residual(config: EchoConfig) -> str | None:
+    if not config.quantizes:
+        return None
+    return config.residual.name if config.compensates else "none"
+
+
+NATIVE, PAPER, OURS, SHIPPED = "16 bits", "The paper's wire", "Rotated quantizers", "The presets as they are"
+
+# No compensation, consensus and local at P = 2, 3, 4, 8; None where the prototype has no value.
+_PAPER_WIRE: dict[tuple[Policy, str], tuple[float, float, float, float]] = {
+    (Policy.zero_aware, "consensus"): (28.9, 30.1, 28.9, 29.7),
+    (Policy.zero_aware, "local"): (26.9, 27.8, 26.4, 27.1),
+    (Policy.zero_aware, "none"): (33.6, 36.0, 34.0, 35.0),
+    (Policy.naive, "none"): (39.5, 41.1, 40.9, 41.3),
+    (Policy.symmetric, "none"): (48.0, 55.5, 55.5, 53.0),
+}
+# P, algorithm, residual, eta: perplexity of rotated and of rotated_asymmetric.
+_ROTATED: dict[tuple[int, str, str, float], tuple[float, float]] = {
+    (4, "two_shot", "local", 0.75): (22.1, 21.9),
+    (4, "two_shot", "none", 0.0): (24.4, 23.3),
+    (4, "two_shot", "consensus", 0.75): (22.3, 22.2),
+    (2, "one_shot", "local", 0.75): (21.5, 21.7),
+    (2, "two_shot", "local", 0.75): (22.0, 22.0),
+    (8, "two_shot", "local", 0.75): (22.3, 22.0),
+    (4, "two_shot", "local", 0.9): (22.4, 21.9),
+}
+
+
+def _mode(mode: str) -> dict[str, Any]:
+    """The prototype keeps its state in fp32."""
+    state = {"state_dtype": "fp32"}
+    return {"eta": 0.0} if mode == "none" else {"residual": Residual[mode], **state}
+
+
+def rows_for(world_sizes: list[int]) -> list[Row]:
+    """The rows of these P, the most telling ones first."""
+    rows = [Row(NATIVE, "16 bits", world_sizes[0], EchoConfig.preset("nccl"), PROTOTYPE_16_BIT)]
+    by_size = [*_paper_rows(4), *_rotated_rows(4), *_paper_rows(2), *_rotated_rows(2), *_eight_bit_rows()]
+    by_size += [*_preset_rows(), *_paper_rows(8), *_rotated_rows(8), *_paper_rows(3)]
+    return rows + [row for row in by_size if row.world_size in world_sizes]
+
+
+def _paper_rows(world_size: int) -> list[Row]:
+    column = (2, 3, 4, 8).index(world_size)
+    rows = []
+    for (policy, mode), values in _PAPER_WIRE.items():
+        config = EchoConfig.preset("echo4_paper", policy=policy, **_mode(mode))
+        rows.append(Row(PAPER, f"{policy.name} g=128", world_size, config, values[column]))
+    if world_size == 2:
+        for mode, value in (("none", 28.2), ("local", 24.1)):
+            config = EchoConfig.preset("echo4_paper", algorithm="one_shot", **_mode(mode))
+            rows.append(Row(PAPER, "zero_aware g=128", world_size, config, value))
+    return rows
+
+
+def _rotated_rows(world_size: int) -> list[Row]:
+    rows = []
+    for (size, algorithm, mode, eta), values in _ROTATED.items():
+        if size != world_size:
+            continue
+        for policy, value in zip((Policy.rotated, Policy.rotated_asymmetric), values, strict=True):
+            options = {"policy": policy, "algorithm": algorithm, "eta": eta, **_mode(mode)}
+            label = f"{policy.name} g=32" + (f", eta {eta}" if eta == 0.9 else "")
+            rows.append(Row(OURS, label, world_size, EchoConfig.preset("echo4", **options), value))
+    return rows
+
+
+def _eight_bit_rows() -> list[Row]:
+    rows = []
+    for mode, value in (("none", 21.28), ("consensus", 21.29), ("local", 21.22)):
+        rows.append(Row(PAPER, "zero_aware g=128", 4, EchoConfig.preset("echo8_paper", **_mode(mode)), value))
+    return [*rows, Row(OURS, "rotated g=32", 4, EchoConfig.preset("echo8", **_mode("local")))]
+
+
+def _preset_rows() -> list[Row]:
+    """bf16 state, `auto`: what a user gets."""
+    sizes = {"echo4": (2, 4, 8), "echo4_paper": (4,), "echo8": (4,), "echo8_paper": (4,)}
+    return [Row(SHIPPED, name, size, EchoConfig.preset(name)) for name, all_of in sizes.items() for size in all_of]
+
+
+# -- results as Markdown -----------------------------------------------------------------------------------------------
+
+
+def agrees(perplexity: float, prototype: float) -> bool:
+    """Whether the difference is within what the study calls noise."""
+    return abs(perplexity - prototype) <= NOISE + RELATIVE_NOISE * (prototype - PROTOTYPE_16_BIT)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The results as Markdown, a table a section."""
+    settings, rows = results["settings"], results["rows"]
+    compared = settings["model"].startswith(PROTOTYPE_MODEL) and all(
+        settings[name] == value for name, value in PROTOTYPE_SETTINGS.items()
+    )
+    note = f" ({results['text_note']})" if results["text_note"] else ""
+    lines = [
+        "# Which quantizer, which residual: perplexity, simulated",
+        "",
+        f"{settings['model']}, first {settings['num_tokens']:,} tokens of {settings['text']}{note} in windows of "
+        f"{settings['context']:,}. P ranks are simulated on one device by splitting the inputs of the "
+        f"{settings['num_sites']} row-parallel linears; the partial outputs are fp32. Default coefficients, and a "
+        "compensator state in fp32 except for the presets, which keep it in bf16.",
+        "",
+        *(_agreement(rows) if compared else ["No earlier values belong to this model, text or length."]),
+    ]
+    for section in (NATIVE, PAPER, OURS, SHIPPED):
+        if chosen := [row for row in rows if row["section"] == section]:
+            chosen.sort(key=lambda row: (row["bits_a_value"], row["label"], row["residual"] or "", row["world_size"]))
+            lines += ["", f"## {section}", "", *_table(chosen, compared)]
+    lines += ["", *provenance_lines(results["made_by"])]
+    commits = {row["commit"] for row in rows}
+    if commits != {results["made_by"]["commit"]}:
+        lines += ["", f"Rows were measured at commits {', '.join(sorted(map(str, commits)))}."]
+    return "\n".join(lines) + "\n"
+
+
+def _agreement(rows: list[dict[str, Any]]) -> list[str]:
+    pairs = [row for row in rows if row["prototype"] is not None]
+    misses = [row for row in pairs if not agrees(row["perplexity"], row["prototype"])]
+    lines = [
+        "Beside our perplexity stands that of an independent prototype with the same model and tokens, rounded to one "
+        f"decimal (two at 16 and 8 bits). They agree where they differ by at most {NOISE} + {RELATIVE_NOISE:.0%} of what "
+        f"the row loses against 16 bits: {len(pairs) - len(misses)} of {len(pairs)} rows do."
+    ]
+    if misses:
+        lines += ["", "Not within it: " + "; ".join(_describe(row) for row in misses) + "."]
+    return lines
+
+
+def _describe(row: dict[str, Any]) -> str:
+    name = f"{row['label']} {row['residual']} {row['algorithm']} P={row['world_size']}"
+    return f"{name} {row['perplexity']:.2f} against {row['prototype']}"
+
+
+def _table(rows: list[dict[str, Any]], compared: bool) -> list[str]:
+    columns = ["bits a value", "quantizer", "residual", "P", "algorithm", "perplexity"]
+    extra = ["prototype", "difference", "agrees"] if compared and any(row["prototype"] for row in rows) else []
+    cells = []
+    for row in rows:
+        line = [f"{row['bits_a_value']:.2f}", row["label"], row["residual"] or "", str(row["world_size"])]
+        line += [row["algorithm"] or "", f"{row['perplexity']:.2f}"]
+        if extra and row["prototype"] is None:
+            line += ["", "", ""]
+        elif extra:
+            good = agrees(row["perplexity"], row["prototype"])
+            line += [f"{row['prototype']}", f"{row['perplexity'] - row['prototype']:+.2f}", "yes" if good else "no"]
+        cells.append(line)
+    return markdown_table([*columns, *extra], cells)
