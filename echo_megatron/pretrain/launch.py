@@ -49,7 +49,7 @@ def launch(config: PretrainConfig) -> int:
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
         if device.type == "cpu":
-            # glibc maps and unmaps tensors of this size at every use; kept, they cost no page faults: 2x in the quantizer.
+            # glibc maps and unmaps tensors of this size at every use; kept, they cost no page faults: 2x in quantizing.
             environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
             environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which asks the others to stop.
