@@ -340,13 +340,17 @@ def hadamard(values: Tensor) -> Tensor:
 
     Its own inverse up to a factor 32. The order is part of the definition: FP32 sums round.
     """
+    blocks = values.unflatten(-1, (-1, ROTATION_BLOCK)).flatten(0, -2)
+    lanes = blocks.t().contiguous()  # one row a position of the block: every butterfly works on whole rows
     stride = 1
     while stride < ROTATION_BLOCK:
-        pairs = values.unflatten(-1, (-1, 2, stride))
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        values = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        pairs = lanes.view(-1, 2, stride, lanes.shape[1])
+        lanes = torch.empty_like(lanes)
+        butterflies = lanes.view_as(pairs)
+        torch.add(pairs[:, 0], pairs[:, 1], out=butterflies[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=butterflies[:, 1])
         stride *= 2
-    return values
+    return lanes.t().contiguous().view(values.shape)
 
 
 def _align(num_bytes: int) -> int:
