@@ -1,0 +1,15 @@
+"""Everything here needs GPUs; without one it is skipped and counted as skipped. `scripts/gpu_tests.sh` runs it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if here in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
