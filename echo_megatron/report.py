@@ -32,11 +32,13 @@ class Comparison:
     def show(self, console: Console | None = None) -> None:
         """Print the table, the differences and the remarks."""
         console = console or Console()
+        # One line a quantity, one column an arm: arms are few, quantities many, and a terminal may have 80 columns.
         table = Table(title=self.report["title"], caption=self.report["caption"])
-        for place, column in enumerate(header(self.report)):
-            table.add_column(column, justify="left" if place == 0 else "right")
-        for arm in self.report["arms"]:
-            table.add_row(*row(arm))
+        cells = zip(header(self.report), *map(row, self.report["arms"]), strict=True)
+        for place, heading in enumerate(next(cells)):
+            table.add_column(heading, justify="right" if place else "left", overflow="fold")
+        for line in cells:
+            table.add_row(*line)
         console.print(table)
         for line in (*(entry["sentence"] for entry in self.report["differences"]), *self.report["remarks"]):
             console.print(line, markup=False, highlight=False)
