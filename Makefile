@@ -6,13 +6,14 @@ export OMP_NUM_THREADS ?= 1
 # A lock that changes, or an installation that failed, makes the next `make` install again: each stamp is written last.
 RUN_STAMP := .venv/.installed-run
 TEST_STAMP := .venv/.installed-test
+STUDY_STAMP := .venv/.installed-study
 NEMO_STAMP := .venv-nemo/.installed
 INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirements/build.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv quickstart test lint format lock nemo-env clean
+.PHONY: help venv quickstart test lint format lock study-env nemo-env clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,7 +26,7 @@ $(RUN_STAMP): requirements/run.txt $(INSTALLER)
 	@touch $@
 
 $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
-	@rm -f $(RUN_STAMP) $@
+	@rm -f $(RUN_STAMP) $(STUDY_STAMP) $@
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/test.txt
 	@touch $(RUN_STAMP) $@
 
@@ -48,8 +49,15 @@ LOCK := CUSTOM_COMPILE_COMMAND="make lock" ../$(BIN)/python -m piptools compile 
 	--no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 
 lock: $(TEST_STAMP) ## write requirements/*.txt anew from *.in; versions move only as far as they must (LOCK_ARGS=--upgrade)
-	cd requirements && for name in build run test nemo; do \
+	cd requirements && for name in build run test study nemo; do \
 		$(LOCK) $(LOCK_ARGS) --output-file $$name.txt $$name.in || exit 1; done
+
+study-env: $(STUDY_STAMP) ## what scripts/quantizer_study.py needs besides .venv: gguf and a small model, 90 MB
+
+$(STUDY_STAMP): requirements/study.txt requirements/study_nodeps.txt $(TEST_STAMP)
+	@rm -f $@
+	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/study.txt nodeps:requirements/study_nodeps.txt
+	@touch $@
 
 nemo-env: $(NEMO_STAMP) ## .venv-nemo with NeMo 2.7.3 and megatron-core 0.15.3
 

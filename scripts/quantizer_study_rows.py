@@ -193,8 +193,9 @@ def _agreement(rows: list[dict[str, Any]]) -> list[str]:
     misses = [row for row in pairs if not agrees(row["perplexity"], row["prototype"])]
     lines = [
         "Beside our perplexity stands that of an independent prototype with the same model and tokens, rounded to one "
-        f"decimal (two at 16 and 8 bits). They agree where they differ by at most {NOISE} + {RELATIVE_NOISE:.0%} of what "
-        f"the row loses against 16 bits: {len(pairs) - len(misses)} of {len(pairs)} rows do."
+        "decimal (two at 16 and 8 bits). They agree where they differ by at most "
+        f"{NOISE} + {RELATIVE_NOISE:.0%} of what the row loses against 16 bits: {len(pairs) - len(misses)} of "
+        f"{len(pairs)} rows do."
     ]
     if misses:
         lines += ["", "Not within it: " + "; ".join(_describe(row) for row in misses) + "."]

@@ -156,7 +156,7 @@ def pinned(lock: Path) -> dict[str, str]:
 
 class TestLocks:
     def test_there_is_one_for_each_purpose(self) -> None:
-        assert [lock.stem for lock in LOCKS] == ["build", "nemo", "nemo_nodeps", "run", "test"]
+        assert [lock.stem for lock in LOCKS] == ["build", "nemo", "nemo_nodeps", "run", "study", "study_nodeps", "test"]
 
     @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
     def test_pins_everything_and_names_no_index(self, lock: Path) -> None:
@@ -173,6 +173,10 @@ class TestLocks:
         run, test, build = (pinned(ROOT / "requirements" / f"{name}.txt") for name in ("run", "test", "build"))
         assert run.items() <= test.items()
         assert build.items() <= test.items()
+
+    def test_the_study_changes_no_version_of_the_environment_that_it_is_installed_into(self) -> None:
+        test, study = (pinned(ROOT / "requirements" / f"{name}.txt") for name in ("test", "study"))
+        assert {name: test[name] for name in study.keys() & test.keys()}.items() <= study.items()
 
     def test_every_dependency_of_the_package_is_locked_within_its_bounds(self) -> None:
         from packaging.requirements import Requirement
