@@ -45,7 +45,7 @@ def distributed(config: PretrainConfig, device: torch.device) -> Iterator[torch.
     if trainer.deterministic:
         torch.use_deterministic_algorithms(True)
         # Nothing here reads memory before it is written; filling every new tensor would only cost time.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     timeout = timedelta(seconds=trainer.timeout_s)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     try:
