@@ -98,7 +98,7 @@ def _sha256(tensors: list[Tensor]) -> str:
 @torch.inference_mode()
 def perplexity(subject: Subject, row: Row, progress: Progress) -> float:
     """exp of the mean cross-entropy of the text's tokens, window by window; every window is a pass of its own."""
-    task = progress.add_task(f"P={row.world_size} {row.label}", total=subject.settings["num_tokens"])
+    task = progress.add_task(row.title, total=subject.settings["num_tokens"])
     total = 0.0
     with SimulatedTensorParallel(subject.linears, row.world_size, row.config):
         for start in range(0, subject.settings["num_tokens"], subject.settings["context"]):
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
             value = perplexity(subject, row, progress)
             seconds = round(time.monotonic() - started, 1)
             done[row.key] = row.entry(value) | {"seconds": seconds, "commit": provenance.commit()}
-            progress.console.print(f"P={row.world_size} {row.label}: {value:.3f}, {seconds:.0f} s")
+            progress.console.print(f"{row.title}: {value:.3f}, {seconds:.0f} s")
             _write(args.out, about, done)
             progress.advance(task)
     _write(args.out, about, done)

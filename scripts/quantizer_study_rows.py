@@ -46,6 +46,14 @@ class Row:
         return f"P={self.world_size} {json.dumps(config)}" if self.config.quantizes else "16 bits"
 
     @property
+    def title(self) -> str:
+        """What progress and log call it."""
+        if not self.config.quantizes:
+            return self.label
+        algorithm = choose_algorithm(self.config, self.world_size).name
+        return f"P={self.world_size} {self.label} {self.config.bits} bits {algorithm} {_residual(self.config)}"
+
+    @property
     def bits_a_value(self) -> float:
         """Bits on the wire, scales and tile headers included."""
         if not self.config.quantizes:

@@ -1,0 +1,209 @@
+"""The scripts behind docs/results at tiny size: well-formed results, resuming, refusals, what docs keeps."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs a script's main in this process: importing torch and transformers anew takes longer than the scripts."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+    def run(name: str, *options: object) -> None:
+        importlib.import_module(name).main([str(option) for option in options])
+
+    return run
+
+
+@pytest.fixture
+def refusal(script: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a script says when it refuses its options."""
+
+    def run(name: str, *options: object) -> str:
+        with pytest.raises(SystemExit) as error:
+            script(name, *options)
+        assert error.value.code
+        return f"{error.value} {capsys.readouterr().err}"
+
+    return run
+
+
+def check_provenance(results: dict[str, Any], script: str) -> None:
+    made = results["made_by"]
+    assert made["machine"]["device"] == "cpu"
+    assert made["versions"]["torch"] == version("torch")
+    assert made["command"].startswith(f"python scripts/{script}")
+    assert "/" not in made["command"].removeprefix("python scripts/"), "of a path only the file's name is recorded"
+
+
+class TestErrorFeedbackSimulation:
+    def test_writes_every_arm_and_orders_them_as_the_analysis_does(self, tmp_path: Path) -> None:
+        path = ROOT / "scripts" / "error_feedback_simulation.py"
+        options = ("--seeds", 2, "--sites", 12, "--values", 4096, "--world-sizes", 2, 3, "--rhos", 0.5)
+        command = [sys.executable, str(path), "--out", str(tmp_path), *map(str, options)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr
+        results = json.loads((tmp_path / "error_feedback_simulation.json").read_text())
+        check_provenance(results, "error_feedback_simulation.py")
+        assert results["setup"]["num_sites"] == 12
+        errors = {(row["arm"], row["world_size"]): row["mean"] for row in results["rows"]}
+        assert len(errors) == len(results["rows"]) == 12
+        for world_size in (2, 3):
+            for policy in ("zero_aware", "rotated"):
+                none, consensus, local = (
+                    errors[f"{policy} {mode}", world_size] for mode in ("none", "consensus", "local")
+                )
+                assert local < consensus < none
+        assert all(row["prototype"] is None for row in results["rows"]), "the prototype's passes have 56 sites"
+        algorithms = {(row["arm"], row["world_size"]): row["algorithm"] for row in results["rows"]}
+        assert algorithms["rotated local", 2] == "one_shot" and algorithms["zero_aware local", 2] == "two_shot"
+        text = (tmp_path / "error_feedback_simulation.md").read_text()
+        assert f"{errors['rotated local', 3]:.3f}" in text and text.strip() in done.stdout
+
+    @pytest.mark.parametrize(
+        ("option", "value", "expected"),
+        [
+            ("--rhos", "1.0", "expected numbers in [0, 1), got 1.0"),
+            ("--world-sizes", "9", "expected 2 to 8, got 9"),
+            ("--seeds", "0", "expected at least 1, got 0"),
+        ],
+    )
+    def test_refuses(self, tmp_path: Path, option: str, value: str, expected: str, refusal: Callable[..., str]) -> None:
+        assert expected in refusal("error_feedback_simulation", "--out", tmp_path, option, value)
+        assert not list(tmp_path.iterdir())
+
+    def test_the_results_in_docs_agree_with_the_prototype(self) -> None:
+        results = json.loads((RESULTS / "error_feedback_simulation.json").read_text())
+        compared = [row for row in results["rows"] if row["prototype"] is not None]
+        assert len(compared) == 27
+        tolerance = results["setup"]["tolerance"]
+        for row in compared:
+            assert row["mean"] == pytest.approx(row["prototype"], rel=tolerance), row
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers and a byte-level tokenizer as a transformers folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: idx for idx, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(alphabet),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,  # large, so that quantization shows
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("It was the best of times, it was the worst of times. " * 8)
+    return path
+
+
+class TestQuantizerStudy:
+    def test_writes_rows_and_goes_on_where_it_stopped(
+        self,
+        tiny_model: Path,
+        text: Path,
+        tmp_path: Path,
+        script: Callable[..., None],
+        refusal: Callable[..., str],
+    ) -> None:
+        options = ("--model", tiny_model, "--text", text, "--tokens", 64, "--context", 32, "--out", tmp_path)
+        script("quantizer_study", *options, "--world-sizes", 4)
+        path = tmp_path / "quantizer_study.json"
+        results = json.loads(path.read_text())
+        check_provenance(results, "quantizer_study.py")
+        assert results["settings"]["model"] == "tiny" and results["settings"]["num_sites"] == 4
+        rows = {row["key"]: row for row in results["rows"]}
+        assert len(rows) == len(results["rows"]) >= 18, "keys are unique"
+        assert {row["world_size"] for row in results["rows"]} == {4}
+        assert {"16 bits", "The paper's wire", "Rotated quantizers"} < {row["section"] for row in results["rows"]}
+        assert all(row["perplexity"] > 1 for row in results["rows"])
+        loss = {
+            bits: max(
+                abs(row["perplexity"] - rows["16 bits"]["perplexity"])
+                for row in results["rows"]
+                if int(row["bits_a_value"]) == bits
+            )
+            for bits in (4, 8)
+        }
+        assert 0 < loss[8] < loss[4]
+        text_of = (tmp_path / "quantizer_study.md").read_text()
+        assert "No earlier values belong to this model" in text_of and "prototype" not in text_of
+
+        kept = rows.pop("16 bits")
+        results["rows"] = [kept | {"perplexity": 123.0}]
+        path.write_text(json.dumps(results))
+        script("quantizer_study", *options, "--world-sizes", 4)
+        resumed = {row["key"]: row["perplexity"] for row in json.loads(path.read_text())["rows"]}
+        assert resumed == {"16 bits": 123.0} | {key: row["perplexity"] for key, row in rows.items()}
+
+        assert "its rows are of another num_tokens" in refusal("quantizer_study", *options, "--tokens", 32)
+
+    def test_refuses_what_it_cannot_measure(
+        self, tiny_model: Path, text: Path, tmp_path: Path, refusal: Callable[..., str]
+    ) -> None:
+        cases: list[tuple[tuple[object, ...], str]] = [
+            ((), "--text: expected a UTF-8 text file, got None"),
+            (("--text", tmp_path / "absent.txt"), "absent.txt"),
+            (("--text", text, "--device", "tpu"), "--device: expected cpu, or cuda"),
+            (("--text", text, "--model", tmp_path), "expected a transformers folder with a config.json"),
+            (("--text", text, "--model", tiny_model, "--tokens", 5000), "expected more than 5000 tokens, got"),
+        ]
+        for options, expected in cases:
+            assert expected in refusal("quantizer_study", "--out", tmp_path / "out", *options)
+        assert not (tmp_path / "out").exists()
+
+    def test_says_where_the_default_model_comes_from(
+        self, text: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+        assert "make study-env" in refusal("quantizer_study", "--text", text)
+
+    def test_the_results_in_docs_keep_the_order_of_the_study(self) -> None:
+        """16 bits is the prototype's to two digits; compensation and rotation gain what the study says they gain."""
+        results = json.loads((RESULTS / "quantizer_study.json").read_text())
+        rows = {(row["label"], row["residual"], row["algorithm"], row["world_size"]): row for row in results["rows"]}
+        native = next(row for row in results["rows"] if row["key"] == "16 bits")
+        assert native["perplexity"] == pytest.approx(native["prototype"], abs=0.01)
+        values = [
+            native["perplexity"],
+            rows["rotated g=32", "local", "two_shot", 4]["perplexity"],
+            rows["zero_aware g=128", "local", "two_shot", 4]["perplexity"],
+            rows["zero_aware g=128", "consensus", "two_shot", 4]["perplexity"],
+            rows["zero_aware g=128", "none", "two_shot", 4]["perplexity"],
+        ]
+        assert values == sorted(values)
