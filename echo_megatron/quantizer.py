@@ -207,11 +207,11 @@ class Quantizer:
     def _parameters(self, lo: Tensor, hi: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         amax = torch.maximum(-lo, hi)
         if self.is_symmetric:
-            scale, scale_bytes = self._store_scale(amax / self.highest_code, finite)
+            scale, scale_bytes = self._store_scale(divide(amax, self.highest_code), finite)
             return scale, torch.full_like(scale, self.code_offset), scale_bytes
         if self.rotates:
             return self._parameters8(lo, hi, finite)
-        scale = torch.maximum((hi - lo) / self.highest_code, amax * FARTHEST_ZERO_POINT)
+        scale = torch.maximum(divide(hi - lo, self.highest_code), amax * FARTHEST_ZERO_POINT)
         scale = scale.where(hi != lo, amax)  # a constant group: code 0 and zero-point -+1 give the constant itself
         scale, scale_bytes = self._store_scale(scale, finite)
         zero = self._blended_zero(lo, hi, scale).to(torch.float16)
@@ -221,10 +221,10 @@ class Quantizer:
     def _parameters8(self, lo: Tensor, hi: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """8-bit scale and zero-point; a group too far from zero for the zero-point's range is widened to reach zero."""
         highest_zero = self.zero8_lowest + 255 * self.zero8_step
-        span = (hi - lo) / self.highest_code
+        span = divide(hi - lo, self.highest_code)
         far = (-lo < span * self.zero8_lowest) | (-lo > span * highest_zero) | (hi == lo)
         lo, hi = lo.where(~far, lo.clamp_max(0.0)), hi.where(~far, hi.clamp_min(0.0))
-        scale, scale_bytes = self._store_scale((hi - lo) / self.highest_code, finite)
+        scale, scale_bytes = self._store_scale(divide(hi - lo, self.highest_code), finite)
         zero = self._blended_zero(lo, hi, scale)
         stored = ((zero - self.zero8_lowest) / self.zero8_step).round().clamp(0, 255).nan_to_num(nan=0.0)
         zero = stored * self.zero8_step + self.zero8_lowest
@@ -333,6 +333,11 @@ class Quantizer:
         if self.bits == 8:
             return packed
         return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def divide(values: Tensor, divisor: float) -> Tensor:
+    """values / divisor, correctly rounded. PyTorch multiplies a CUDA tensor by the reciprocal of a Python number."""
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
 def hadamard(values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echo_megatron.compensator import Compensator
 from echo_megatron.config import MAX_WORLD_SIZE, Algorithm, Direction, EchoConfig, Rescale, Residual
-from echo_megatron.quantizer import Quantizer
+from echo_megatron.quantizer import Quantizer, divide
 from echo_megatron.sites import PassClock, Site
 
 
@@ -193,7 +193,7 @@ class SimulatedGroup:
         """u of every rank [P, n]; its sum over ranks is -delta for both residuals (paper Eqn. 4)."""
         returned = reduced if quantizer.rotates else output.to(torch.float32)
         if self.config.residual is Residual.consensus:
-            return values - returned / self.world_size
+            return values - divide(returned, self.world_size)
         segments = Segments.split(values.shape[-1], self.world_size, quantizer.group_size)
         residual = residual.clone()
         for rank in range(self.world_size):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echo_megatron.compensator import Compensator
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Rescale, Residual
-from echo_megatron.quantizer import Quantizer
+from echo_megatron.quantizer import Quantizer, divide
 from echo_megatron.reference import Segments, choose_algorithm, finite_amax, make_quantizer, sum_in_rank_order
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError, Reduced
@@ -105,7 +105,7 @@ class CollectiveTransport:
         """This rank's row of `SimulatedGroup._residual`."""
         returned = reduced if quantizer.rotates else output.to(torch.float32)
         if self.config.residual is Residual.consensus:
-            return values - returned / self.world_size
+            return values - divide(returned, self.world_size)
         owned = Segments.split(values.numel(), self.world_size, quantizer.group_size).bounds(self.rank)
         if self.algorithm is Algorithm.two_shot:
             residual[owned] -= returned[owned]
