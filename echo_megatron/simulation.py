@@ -26,12 +26,21 @@ class SimulatedTensorParallel:
         world_size: P, 1 to 8; it divides every linear's input dimension.
         config: the options; with `bits: 16` the partial outputs are added as they are. `min_bytes`, `directions` and
             `phases` are not looked at; `early_fraction` is a fraction of the linears.
+        rank_order: which slice each rank holds, a permutation of 0 to P-1; default their own order. Other orders round
+            elsewhere and mean the same model, so their spread is the noise of a result.
 
     Raises:
-        ValueError: there is no linear, or an input dimension that P does not divide, or P is out of range.
+        ValueError: there is no linear, or an input dimension that P does not divide, P is out of range, or
+            `rank_order` is no permutation.
     """
 
-    def __init__(self, linears: Sequence[tuple[str, nn.Linear]], world_size: int, config: EchoConfig) -> None:
+    def __init__(
+        self,
+        linears: Sequence[tuple[str, nn.Linear]],
+        world_size: int,
+        config: EchoConfig,
+        rank_order: Sequence[int] | None = None,
+    ) -> None:
         if not linears:
             raise ValueError("simulated tensor parallelism: expected at least one row-parallel linear, got none")
         for name, linear in linears:
@@ -39,6 +48,9 @@ class SimulatedTensorParallel:
                 raise ValueError(
                     f"{name}: expected an input dimension divisible by {world_size} ranks, got {linear.in_features}"
                 )
+        self.rank_order = list(range(world_size) if rank_order is None else rank_order)
+        if sorted(self.rank_order) != list(range(world_size)):
+            raise ValueError(f"rank_order: expected a permutation of 0 to {world_size - 1}, got {rank_order}")
         self.world_size = world_size
         self.config = config
         self._group = SimulatedGroup(world_size, config) if config.quantizes else None
@@ -59,7 +71,8 @@ class SimulatedTensorParallel:
             del linear.forward  # the class's own is behind it
 
     def _forward(self, linear: nn.Linear, site: Site, x: Tensor) -> Tensor:
-        partial_outputs = split_linear(linear, x, self.world_size)
+        slices = split_linear(linear, x, self.world_size)
+        partial_outputs = [slices[idx] for idx in self.rank_order]
         if self._group is None:
             output = sum_in_rank_order(torch.stack(partial_outputs))
         else:

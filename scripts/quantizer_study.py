@@ -100,7 +100,7 @@ def perplexity(subject: Subject, row: Row, progress: Progress) -> float:
     """exp of the mean cross-entropy of the text's tokens, window by window; every window is a pass of its own."""
     task = progress.add_task(row.title, total=subject.settings["num_tokens"])
     total = 0.0
-    with SimulatedTensorParallel(subject.linears, row.world_size, row.config):
+    with SimulatedTensorParallel(subject.linears, row.world_size, row.config, row.rank_order):
         for start in range(0, subject.settings["num_tokens"], subject.settings["context"]):
             window = subject.token_ids[:, start : start + subject.settings["context"] + 1]
             logits = subject.model(window[:, :-1], use_cache=False).logits

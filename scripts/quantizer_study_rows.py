@@ -30,6 +30,7 @@ class Row:
         world_size: P.
         config: what is simulated.
         prototype: perplexity of an independent prototype at the same setting, where it has one.
+        rank_order: which slice of a linear each rank holds, where it is not its own.
     """
 
     section: str
@@ -37,13 +38,17 @@ class Row:
     world_size: int
     config: EchoConfig
     prototype: float | None = None
+    rank_order: tuple[int, ...] | None = None
 
     @property
     def key(self) -> str:
         """Tells rows apart: P and every option that the simulation looks at."""
         unused = ("min_bytes", "directions", "phases", "timeout_s")
         config = {name: _plain(value) for name, value in asdict(self.config).items() if name not in unused}
-        return f"P={self.world_size} {json.dumps(config)}" if self.config.quantizes else "16 bits"
+        if not self.config.quantizes:
+            return "16 bits"
+        order = "" if self.rank_order is None else f" {list(self.rank_order)}"
+        return f"P={self.world_size} {json.dumps(config)}{order}"
 
     @property
     def title(self) -> str:
@@ -87,6 +92,8 @@ def _residual(config: EchoConfig) -> str | None:
 
 
 NATIVE, PAPER, OURS, SHIPPED = "16 bits", "The paper's wire", "Rotated quantizers", "The presets as they are"
+NOISE_SECTION = "Noise: other rank orders"
+_ORDERS = ((3, 2, 1, 0), (1, 3, 0, 2))
 
 # No compensation, consensus and local at P = 2, 3, 4, 8; None where the prototype has no value.
 _PAPER_WIRE: dict[tuple[Policy, str], tuple[float, float, float, float]] = {
@@ -118,7 +125,7 @@ def rows_for(world_sizes: list[int]) -> list[Row]:
     """The rows of these P, the most telling ones first."""
     rows = [Row(NATIVE, "16 bits", world_sizes[0], EchoConfig.preset("nccl"), PROTOTYPE_16_BIT)]
     by_size = [*_paper_rows(4), *_rotated_rows(4), *_paper_rows(2), *_rotated_rows(2), *_eight_bit_rows()]
-    by_size += [*_preset_rows(), *_paper_rows(8), *_rotated_rows(8), *_paper_rows(3)]
+    by_size += [*_preset_rows(), *_noise_rows(), *_paper_rows(8), *_rotated_rows(8), *_paper_rows(3)]
     return rows + [row for row in by_size if row.world_size in world_sizes]
 
 
@@ -160,6 +167,22 @@ def _preset_rows() -> list[Row]:
     return [Row(SHIPPED, name, size, EchoConfig.preset(name)) for name, all_of in sizes.items() for size in all_of]
 
 
+def _noise_rows() -> list[Row]:
+    """What perplexities differ by although nothing differs but where values are rounded."""
+    chosen = {
+        ("naive g=128", "none"),
+        ("zero_aware g=128", "consensus"),
+        ("zero_aware g=128", "local"),
+        ("rotated g=32", "local"),
+    }
+    return [
+        Row(NOISE_SECTION, f"{row.label}, slices {' '.join(map(str, order))}", 4, row.config, rank_order=order)
+        for row in (*_paper_rows(4), *_rotated_rows(4))
+        if (row.label, _residual(row.config)) in chosen
+        for order in _ORDERS
+    ]
+
+
 # -- results as Markdown -----------------------------------------------------------------------------------------------
 
 
@@ -185,7 +208,7 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         *(_agreement(rows) if compared else ["No earlier values belong to this model, text or length."]),
     ]
-    for section in (NATIVE, PAPER, OURS, SHIPPED):
+    for section in (NATIVE, PAPER, OURS, SHIPPED, NOISE_SECTION):
         if chosen := [row for row in rows if row["section"] == section]:
             chosen.sort(key=lambda row: (row["bits_a_value"], row["label"], row["residual"] or "", row["world_size"]))
             lines += ["", f"## {section}", "", *_table(chosen, compared)]

@@ -71,6 +71,19 @@ def test_compensation_reaches_the_next_site() -> None:
     assert not torch.equal(*outputs)
 
 
+@torch.no_grad()
+def test_another_rank_order_is_the_same_model_rounded_elsewhere() -> None:
+    model, x = make_model(), torch.randn(40, 48)
+    outputs = {}
+    for preset in ("nccl", "echo4"):
+        for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+            with SimulatedTensorParallel(linears_of(model), 4, EchoConfig.preset(preset), order):
+                outputs[preset, order] = model(x)
+    torch.testing.assert_close(outputs["nccl", (0, 1, 2, 3)], outputs["nccl", (2, 0, 3, 1)], rtol=0, atol=1e-5)
+    first, second = outputs["echo4", (0, 1, 2, 3)], outputs["echo4", (2, 0, 3, 1)]
+    assert 1e-3 < (first - second).abs().max() < 1
+
+
 def test_early_sites_have_their_own_bits() -> None:
     simulation = SimulatedTensorParallel(
         linears_of(make_model()), 2, EchoConfig.preset("echo4", early_bits=8, early_fraction=0.5)
@@ -90,5 +103,7 @@ def test_refusals() -> None:
         SimulatedTensorParallel(linears_of(make_model()), 5, EchoConfig())
     with pytest.raises(ValueError, match="at least one row-parallel linear"):
         SimulatedTensorParallel([], 2, EchoConfig())
+    with pytest.raises(ValueError, match="rank_order: expected a permutation of 0 to 1, got"):
+        SimulatedTensorParallel(linears_of(make_model()), 2, EchoConfig(), (1, 1))
     with pytest.raises(ValueError, match="expected linears named o_proj or down_proj, found none"):
         find_linears(make_model(), ("o_proj", "down_proj"))
