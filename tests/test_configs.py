@@ -175,7 +175,7 @@ def test_misspelt_keys_and_wrong_types_fail(override: str, message: str) -> None
         ("optim.beta1=1", r"optim\.beta1: expected a number in \[0, 1\), got 1"),
         ("model.num_query_groups=3", r"num_query_groups: expected a divisor of num_attention_heads=4, got 3"),
         ("model.kv_channels=7", "even number"),
-        ("data.padded_vocab_size=100", "at least vocab_size=4096, got 100"),
+        ("data.padded_vocab_size=100", "at least vocab_size=1024, got 100"),
         ("data.train=[/data/a]", r"either data\.folder .* or data\.train"),
         ("data=tokens", r"either data\.folder .* or data\.train"),
         ("data.split='99,1'", r"expected neither with data\.folder"),

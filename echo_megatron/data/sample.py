@@ -22,7 +22,7 @@ SMALLEST_VOCABULARY = 257  # 256 bytes and the end of text
 VALIDATION_EVERY = 20  # of the messages, chosen by the hash of their name
 
 
-def prepare_sample(out_dir: Path | str, vocab_size: int = 4096, lock_timeout_s: float = 300.0) -> PreparedData:
+def prepare_sample(out_dir: Path | str, vocab_size: int = 1024, lock_timeout_s: float = 300.0) -> PreparedData:
     """Prepare the sample once; later calls find it and return at once.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ def launch(config: PretrainConfig) -> int:
         ValueError, OSError: see `preflight`.
     """
     quieten_libraries()
+    logging.getLogger("echo_megatron").setLevel(logging.ERROR)  # rank 0 checks again, and says what is worth a remark
     from echo_megatron.pretrain.preflight import preflight
 
     device = preflight(config).device
