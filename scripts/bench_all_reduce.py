@@ -3,8 +3,8 @@
 usage: torchrun --nproc-per-node P scripts/bench_all_reduce.py [--mib 1 16 64 256] [--out docs/results --name NAME]
 
 A row is one message size a rank. Every preset's result is compared with the reference before it is timed. A time is
-the median of --iterations calls after --warmup; on GPUs by CUDA events, with a buffer larger than L2 written before each
-call; the slowest rank's median counts. Calls walk through the sites of a pass: the state is read and written.
+the median of --iterations calls after --warmup; on GPUs by CUDA events, with a buffer larger than L2 written before
+each call; the slowest rank's median counts. Calls walk through the sites of a pass: the state is read and written.
 """
 
 from __future__ import annotations
