@@ -1,0 +1,242 @@
+"""Fill the results of README.md from the JSON files in docs/results, so that no number in it is copied by hand.
+
+usage: python scripts/update_readme.py [--check] [--allow-missing]
+
+A block lies between `<!-- results:NAME -->` and `<!-- /results -->`; NAME is a file docs/results/NAME.json, whose figure,
+if any, is docs/results/NAME.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echo_megatron.loss_table import header, row
+from echo_megatron.result_files import markdown_table, provenance_lines
+from echo_megatron.run_folder import write_atomic
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(<!-- results:(?P<name>[a-z0-9_]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
+MARKER = re.compile(r"<!-- results:|<!-- /results -->")
+MIB = 2**20
+
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One kind of results.
+
+    Attributes:
+        lines: Markdown of the results; the second argument is their folder, relative to the README.
+        made_with: what writes the JSON, shown where it is missing.
+    """
+
+    lines: Callable[[Results, str], list[str]]
+    made_with: str
+
+
+def quickstart(results: Results, folder: str) -> list[str]:
+    """Losses, bytes and speed of the arms; differences with their noise; remarks."""
+    left_out = {"max lr", "steps", "step 1000"}
+    columns = header(dict(results))
+    kept = [idx for idx, column in enumerate(columns) if column not in left_out]
+    rows = [[cells[idx] for idx in kept] for cells in (row(arm) for arm in results["arms"])]
+    lines = [f"{results['title']}. {results['caption']}", ""]
+    lines += markdown_table([columns[idx] for idx in kept], rows)
+    notes = [entry["sentence"] for entry in results["differences"]] + list(results["remarks"])
+    return [*lines, "", *(f"- {note}" for note in notes), "", _runs_provenance(results["runs"], f"{folder}/quickstart")]
+
+
+def error_feedback_simulation(results: Results, folder: str) -> list[str]:
+    """Accumulated error for the paper's wire and ours, at the ends of the range of rho."""
+    arms = {
+        "zero_aware none": "paper's quantizer, no compensation",
+        "zero_aware consensus": "paper's quantizer, consensus residual (the paper)",
+        "rotated none": "rotated, no compensation",
+        "rotated local": "rotated, local residual (`echo4`)",
+    }
+    rhos = sorted({entry["rho"] for entry in results["rows"]})
+    values = {(entry["world_size"], entry["rho"], entry["arm"]): entry["mean"] for entry in results["rows"]}
+    keys = dict.fromkeys((size, rho) for size, rho, _ in values if rho in (rhos[0], rhos[-1]))
+    rows = [[str(size), str(rho), *(f"{values[size, rho, arm]:.2f}" for arm in arms)] for size, rho in keys]
+    setup = results["setup"]
+    return [
+        f"rms of the accumulated error after {setup['num_sites']} sites, synthetic partial outputs "
+        f"({setup['distribution']}), 4 bits, mean of {setup['seeds']} seeds. rho is the correlation of one site's "
+        "partial outputs with the next site's.",
+        "",
+        *markdown_table(["P", "rho", *arms.values()], rows),
+        "",
+        f"[All values]({folder}/error_feedback_simulation.md). {provenance_lines(results['made_by'])[0]}",
+    ]
+
+
+def quantizer_study(results: Results, folder: str) -> list[str]:
+    """Perplexity at 16 bits, of the presets, and at four ranks without compensation."""
+    settings = results["settings"]
+    shown = [entry for entry in results["rows"] if _is_shown(entry)]
+    shown.sort(key=lambda entry: (-entry["bits_a_value"], entry["label"], entry["world_size"], entry["perplexity"]))
+    rows = [
+        [
+            entry["label"],
+            "" if entry["algorithm"] is None else str(entry["world_size"]),
+            f"{entry['bits_a_value']:.2f}",
+            entry["algorithm"] or "",
+            {None: "", "none": "no compensation"}.get(entry["residual"], entry["residual"]),
+            f"{entry['perplexity']:.2f}",
+        ]
+        for entry in shown
+    ]
+    return [
+        f"Perplexity of {settings['model']}, {settings['num_tokens']:,} tokens of {settings['text']} in windows of "
+        f"{settings['context']:,}, P ranks simulated on one device, forward sites only. " + _noise(results["rows"]),
+        "",
+        *markdown_table(["quantizer or preset", "P", "bits a value", "algorithm", "residual", "perplexity"], rows),
+        "",
+        f"[All values]({folder}/quantizer_study.md). {provenance_lines(results['made_by'])[0]}",
+    ]
+
+
+def collective_h200x2(results: Results, folder: str) -> list[str]:
+    """Time of one all-reduce through torch.distributed: the group's own first, then the presets."""
+    timed = [key.removesuffix("_ms") for key in results["rows"][0] if key.endswith("_ms")]
+    rows = [
+        [f"{entry['bytes'] / MIB:g}", *(f"{entry[f'{name}_ms']:.3f}" for name in timed)] for entry in results["rows"]
+    ]
+    columns = ["MiB a rank (bf16)", *(f"{name}, ms" for name in timed)]
+    return [
+        f"One call at P = {results['world_size']}, {results['transport']} transport.",
+        "",
+        *markdown_table(columns, rows),
+        "",
+        f"[JSON]({folder}/collective_h200x2.json). {provenance_lines(results)[0]}",
+    ]
+
+
+BLOCKS = {
+    "quickstart": Block(
+        quickstart, "make quickstart ABLATION=1 && cp runs/quickstart/comparison.json docs/results/quickstart.json"
+    ),
+    "quantizer_study": Block(quantizer_study, "python scripts/quantizer_study.py --text TEXT"),
+    "error_feedback_simulation": Block(error_feedback_simulation, "python scripts/error_feedback_simulation.py"),
+    "collective_h200x2": Block(
+        collective_h200x2,
+        "torchrun --nproc-per-node 2 scripts/bench_all_reduce.py --out docs/results --name collective_h200x2",
+    ),
+}
+
+
+def _is_shown(entry: Results) -> bool:
+    uncompensated = entry["world_size"] == 4 and entry["residual"] == "none" and entry["bits_a_value"] < 5
+    study = entry["section"] in ("The paper's wire", "Rotated quantizers") and uncompensated
+    return entry["section"] in ("16 bits", "The presets as they are") or study
+
+
+def _noise(rows: Iterable[Results]) -> str:
+    """The range of each row that was measured again with the ranks' slices in other orders."""
+    ranges: dict[tuple[str, str], list[float]] = {}
+    rows = list(rows)
+    for entry in rows:
+        label, _, order = entry["label"].partition(", slices ")
+        if order:
+            ranges.setdefault((label, entry["residual"]), []).append(entry["perplexity"])
+    if not ranges:
+        return ""
+    spreads = [
+        f"{label} {residual} {min(values):.2f} to {max(values):.2f}" for (label, residual), values in ranges.items()
+    ]
+    return f"With the ranks' slices in {len(next(iter(ranges.values())))} other orders: {'; '.join(spreads)}."
+
+
+def _runs_provenance(runs: Iterable[Results], stem: str) -> str:
+    """Where and with what the runs were made; what differs among them is listed."""
+    runs = list(runs)
+
+    def distinct(key: str) -> str:
+        found = [value for entry in runs if (value := entry.get(key))]
+        texts = (
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value for value in found
+        )
+        return "; ".join(dict.fromkeys(texts)) or "not recorded"
+
+    return f"[JSON]({stem}.json). Machine: {distinct('machine')}; {distinct('versions')}; commit {distinct('commit')}."
+
+
+def fill(text: str, results_dir: Path, allow_missing: bool) -> str:
+    """`text` with every block made anew.
+
+    Args:
+        text: Markdown with result blocks.
+        results_dir: folder of NAME.json.
+        allow_missing: a block whose JSON is missing says so, and how to make it; otherwise that is an error.
+
+    Raises:
+        ValueError: a block has an unknown name or no end, there is no block, or a JSON is missing or malformed.
+    """
+    blocks = list(BLOCK.finditer(text))
+    if not blocks or len(MARKER.findall(text)) != 2 * len(blocks):
+        raise ValueError("expected pairs of `<!-- results:NAME -->` and `<!-- /results -->`, each on a line of its own")
+    for name in (found["name"] for found in blocks):
+        if name not in BLOCKS:
+            raise ValueError(f"results:{name}: expected one of {', '.join(BLOCKS)}")
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"{found[1]}{_body(found['name'], results_dir, allow_missing)}{found[4]}"
+
+    return BLOCK.sub(replaced, text)
+
+
+def _body(name: str, results_dir: Path, allow_missing: bool) -> str:
+    block, path = BLOCKS[name], results_dir / f"{name}.json"
+    if not path.is_file():
+        if allow_missing:
+            return f"Not measured yet. Made with: `{block.made_with}`.\n"
+        raise ValueError(f"{path}: missing; make it with: {block.made_with}; or pass --allow-missing")
+    try:
+        lines = block.lines(json.loads(path.read_text(encoding="utf-8")), "docs/results")
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not results of `{name}`: {type(error).__name__}: {error}") from error
+    if path.with_suffix(".png").is_file():
+        lines = [*lines, "", f"![figure of these results](docs/results/{name}.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Fill the results of README.md from docs/results/*.json.")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit status 1 where a block is out of date"
+    )
+    parser.add_argument("--allow-missing", action="store_true", help="say so in the block where a JSON is missing")
+    args = parser.parse_args(arguments)
+    try:
+        before = args.readme.read_text(encoding="utf-8")
+        after = fill(before, args.results, args.allow_missing)
+    except (ValueError, OSError) as error:
+        print(f"update_readme: {error}", file=sys.stderr)
+        return 2
+    if before == after:
+        print(f"{args.readme}: up to date")
+        return 0
+    if args.check:
+        names = (f"{args.readme}", f"{args.readme}, made anew")
+        difference = difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=0)
+        print("\n".join(difference), file=sys.stderr)
+        print(f"update_readme: {args.readme} is out of date; run python scripts/update_readme.py", file=sys.stderr)
+        return 1
+    write_atomic(args.readme, after)
+    print(f"written: {args.readme}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
