@@ -2,8 +2,8 @@
 
 usage: python scripts/update_readme.py [--check] [--allow-missing]
 
-A block lies between `<!-- results:NAME -->` and `<!-- /results -->`; NAME is a file docs/results/NAME.json, whose figure,
-if any, is docs/results/NAME.png.
+A block lies between `<!-- results:NAME -->` and `<!-- /results -->`; NAME is a file docs/results/NAME.json, whose
+figure, if any, is docs/results/NAME.png.
 """
 
 from __future__ import annotations
