@@ -1,4 +1,4 @@
-"""Echo: error-compensated 4-bit tensor-parallel communication for Megatron-core, Transformer Engine and NeMo."""
+"""Echo: error-compensated 4-bit tensor-parallel communication for Megatron-core."""
 
 from typing import TYPE_CHECKING, Any
 

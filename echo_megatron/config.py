@@ -72,6 +72,9 @@ MAX_WORLD_SIZE = 8
 class EchoConfig:
     """Options of the compensated, quantized all-reduce. The defaults are the preset `echo4`.
 
+    `min_bytes`, `directions`, `phases` and the early-site options act where sites are installed in a model; a caller of
+    `Communicator` decides these itself.
+
     Attributes:
         bits: bits of a code, 4 or 8; 16 leaves Megatron's own communication in place (preset `nccl`).
         policy: the group quantizer.
@@ -89,7 +92,7 @@ class EchoConfig:
         phases: whether training passes, evaluation passes or both are quantized.
         early_bits: bits of the forward sites in the first `early_fraction` of the layers (paper Sec. 7.2), or None.
         early_fraction: fraction of the layers that `early_bits` covers, 0 to 1.
-        timeout_s: seconds that a call may wait for another rank before it fails.
+        timeout_s: seconds that a call on CPU may wait for another rank; on GPUs the process group's time-out counts.
 
     Raises:
         ValueError: an option has a wrong type or value; the message says what was expected and what was given.

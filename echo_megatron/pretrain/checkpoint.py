@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -41,6 +43,10 @@ def save(folder: CheckpointFolder, step: int, state: TrainingState, settings: di
     if is_writer:
         folder.begin(step)
     dist.barrier()
+    # Megatron starts a server process a rank to collect the results of asynchronous writers. This save is synchronous: a
+    # queue in the process does, and a killed rank leaves no process behind.
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
     sharded = {**_sharded(state, is_loading=False), "step": step, "scheduler": state.scheduler.state_dict()}
     dist_checkpointing.save(sharded, str(folder.partial(step)))
     dist.barrier()
