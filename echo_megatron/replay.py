@@ -1,8 +1,8 @@
 """Activation recompute: a forward site that runs again inside a backward pass returns what the first run decoded.
 
-The codes of the first run are kept and decoded again: the same bits, no communication, and the compensator's state is not
-touched twice. Two-shot keeps the codes of the sum (4.25 bits an element at 4 bits), one-shot those of every rank or, where
-it is smaller, the sum itself.
+The codes of the first run are kept and decoded again: the same bits, no communication, and the compensator's state is
+not touched twice. Two-shot keeps the codes of the sum (4.25 bits an element at 4 bits), one-shot those of every rank
+or, where it is smaller, the sum itself.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def save(folder: CheckpointFolder, step: int, state: TrainingState, settings: di
     if is_writer:
         folder.begin(step)
     dist.barrier()
-    # Megatron starts a server process a rank to collect the results of asynchronous writers. This save is synchronous: a
-    # queue in the process does, and a killed rank leaves no process behind.
+    # Megatron starts a server process a rank to collect the results of asynchronous writers. This save is synchronous:
+    # a queue in the process does, and a killed rank leaves no process behind.
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
     sharded = {**_sharded(state, is_loading=False), "step": step, "scheduler": state.scheduler.state_dict()}
