@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from quantizer_study_rows import PROTOTYPE_SETTINGS, Row, markdown, rows_for
+from quantizer_study_rows import PROTOTYPE_SETTINGS, Row, judge, markdown, rows_for
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -182,6 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _write(folder: Path, about: dict[str, Any], done: dict[str, dict[str, Any]]) -> None:
     results = {**about, "rows": list(done.values())}
+    judge(results)
     write_results(folder, NAME, results, markdown(results))
 
 

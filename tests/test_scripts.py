@@ -193,6 +193,30 @@ class TestQuantizerStudy:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
         assert "make study-env" in refusal("quantizer_study", "--text", text)
 
+    def test_rows_agree_within_the_spread_over_rank_orders(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+        study = importlib.import_module("quantizer_study_rows")
+        rows = study.rows_for([4])
+        assert len({row.key for row in rows}) == len(rows)
+        entries = [row.entry(21.17 if row.prototype is None else row.prototype) for row in rows]
+        of_paper = [entry for entry in entries if entry["residual"] == "consensus" and "zero_aware" in entry["label"]]
+        of_paper = [entry for entry in of_paper if int(entry["bits_a_value"]) == 4]
+        for entry, perplexity in zip(of_paper, (29.17, 27.17, 31.17), strict=True):  # a loss of 8 ± 2
+            entry["perplexity"] = perplexity
+        symmetric = next(entry for entry in entries if entry["label"] == "symmetric g=128")
+        chosen = [entries[0], *of_paper, symmetric]
+        settings = {**study.PROTOTYPE_SETTINGS, "model": study.PROTOTYPE_MODEL}
+        symmetric_loss = 55.5 - 21.17
+        for factor, agrees in ((0.5, True), (1.5, False)):
+            symmetric["perplexity"] = 55.5 + 0.2 + factor * 8**0.5 * 0.25 * symmetric_loss
+            results = {"settings": settings, "rows": chosen}
+            study.judge(results)
+            assert results["relative_noise"] == pytest.approx(0.25)
+            assert symmetric["agrees"] is agrees
+            assert [entry["agrees"] for entry in chosen[:3]] == [True, True, None]
+        study.judge(results | {"settings": settings | {"num_tokens": 64}})
+        assert symmetric["agrees"] is None, "measured with other settings than the prototype"
+
     def test_the_results_in_docs_keep_the_order_of_the_study(self) -> None:
         """16 bits is the prototype's to two digits; compensation and rotation gain what the study says they gain."""
         results = json.loads((RESULTS / "quantizer_study.json").read_text())
