@@ -57,8 +57,10 @@ class Compensator:
             values: fp32 contribution in the working basis; another shape than the last site's starts a new pass.
         """
         if self.correction is None or self.correction.shape != values.shape or self.correction.device != values.device:
-            self.correction = torch.empty(values.shape, dtype=self.dtype, device=values.device)
-            self.average = torch.empty_like(self.correction)
+            # An evaluation may allocate in inference mode what the next training pass writes: that needs plain tensors.
+            with torch.inference_mode(False):
+                self.correction = torch.empty(values.shape, dtype=self.dtype, device=values.device)
+                self.average = torch.empty_like(self.correction)
             self._fresh = True
         return values if self._fresh else values + self.correction.to(torch.float32)
 

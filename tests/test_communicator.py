@@ -345,6 +345,47 @@ def test_a_late_peer_ends_the_wait():
     assert "no error" not in str(failure.value)
 
 
+def inference_then_training(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, EchoConfig())
+    xs = [contribution(rank, 1000, idx, torch.float32) for idx in range(3)]
+    with torch.inference_mode():
+        evaluated = [communicator.all_reduce(x, Site(idx, Direction.forward)) for idx, x in enumerate(xs)]
+        evaluated = [y.clone() for y in evaluated]
+    trained = [communicator.all_reduce(x, Site(idx, Direction.forward)) for idx, x in enumerate(xs)]
+    return all(torch.equal(a, b) for a, b in zip(evaluated, trained, strict=True))
+
+
+def test_a_pass_in_inference_mode_before_training():
+    assert run_ranks(inference_then_training, 2) == [True] * 2
+
+
+def large_odd_size(rank, world_size):
+    xs = [contribution(peer, 10_000_019, 1, torch.bfloat16) for peer in range(world_size)]
+    communicator, simulated = Communicator(dist.group.WORLD, EchoConfig()), SimulatedGroup(world_size, EchoConfig())
+    site = Site(0, Direction.forward)
+    return torch.equal(communicator.all_reduce(xs[rank], site), simulated.all_reduce(xs, site))
+
+
+def test_ten_million_and_nineteen_elements():
+    assert run_ranks(large_odd_size, 2, timeout_s=120) == [True] * 2
+
+
+def group_destroyed_first(rank, world_size):
+    import gc
+
+    group = dist.new_group()
+    communicator = Communicator(group, EchoConfig())
+    communicator.all_reduce(torch.ones(2000), Site(0, Direction.forward))
+    dist.destroy_process_group(group)
+    del group, communicator
+    gc.collect()
+    return True
+
+
+def test_a_communicator_collected_after_its_group_communicates_no_more():
+    assert run_ranks(group_destroyed_first, 2) == [True] * 2
+
+
 def wrong_dtype(rank, world_size):
     communicator = Communicator(dist.group.WORLD, EchoConfig())
     with pytest.raises(ValueError, match=r"expected a tensor of bfloat16, float16 or float32, got torch\.float64"):
