@@ -124,6 +124,8 @@ def main() -> None:
         print("\n".join(table))
         if options.out:
             made = made_by("scripts/bench_all_reduce.py", vars(options), device, "torch")
+            launcher = f"torchrun --nproc-per-node {dist.get_world_size()}"
+            made["command"] = made["command"].replace("python", launcher, 1)
             results = {**made, "world_size": dist.get_world_size(), "transport": "collective", "rows": rows}
             lines = ["# One all-reduce over the collective transport", "", *table, "", *provenance_lines(made)]
             write_results(options.out, options.name, results, "\n".join(lines) + "\n")
