@@ -68,6 +68,8 @@ def test_loss_falls_and_the_run_folder_tells_all(whole: PretrainConfig) -> None:
     assert run["precision"] == "float32"
     assert (whole.run_dir / "config.yaml").read_text().startswith("name: whole")
     assert list((whole.run_dir / "tensorboard").iterdir())
+    log = (whole.run_dir / "log.txt").read_text()
+    assert "step 8/8" in log and "validation loss" in log and log.rstrip().endswith("finished")
     checkpoints = whole.run_dir / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["iter_0000004", "iter_0000008", "latest.json"]
 

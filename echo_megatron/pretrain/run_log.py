@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard, and a progress bar or plain lines. On rank 0 only."""
+"""What a run writes while it trains: metrics.jsonl, TensorBoard, log.txt, and a progress bar or lines. On rank 0 only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunLog:
         first_step: the first step that will be logged.
         max_steps: steps of the whole run.
         tokens_per_step: tokens of one step.
-        log_interval: steps between plain lines, where the output is not a terminal.
+        log_interval: steps between lines in log.txt and, where the output is not a terminal, on it.
     """
 
     def __init__(self, folder: RunFolder, first_step: int, max_steps: int, tokens_per_step: int, log_interval: int):
@@ -56,6 +56,7 @@ class RunLog:
         self._console = Console()
         self._start = time.monotonic()
         self._num_logged = 0
+        self._log_file = (Path(folder.path) / "log.txt").open("a", buffering=1)
         path = Path(folder.path) / "tensorboard"
         self._tensorboard = SummaryWriter(str(path), purge_step=first_step if first_step > 1 else None)
         self._progress: Progress | None = None
@@ -78,11 +79,16 @@ class RunLog:
         if self._progress is not None:
             self._progress.stop()
         self._tensorboard.close()
+        self._log_file.close()
         self._folder.close()
 
     def say(self, text: str) -> None:
-        """Print a line; it does not tear the progress bar."""
+        """Print a line, which does not tear the progress bar, and write it to log.txt."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        self._log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
     def step(self, result: StepResult) -> None:
         """Record one training step."""
@@ -102,9 +108,10 @@ class RunLog:
         status = f"loss {result.loss:.4f}  {rate:,.0f} tokens/s"
         if self._progress is not None:
             self._progress.update(self._task, completed=result.step, status=status)
-        elif result.step % self._log_interval == 0 or result.step == self._max_steps:
+        if result.step % self._log_interval == 0 or result.step == self._max_steps:
             remaining = (time.monotonic() - self._start) / self._num_logged * (self._max_steps - result.step)
-            self.say(
+            show = self.say if self._progress is None else self._write
+            show(
                 f"step {result.step}/{self._max_steps}  {status}  lr {result.lr:.3e}  "
                 f"grad norm {result.grad_norm:.3f}  remaining {_duration(remaining)}"
             )
