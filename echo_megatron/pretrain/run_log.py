@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard, log.txt, and a progress bar or lines. On rank 0 only."""
+"""What a run writes while it trains: metrics.jsonl, TensorBoard, log.txt; a progress bar or lines. On rank 0 only."""
 
 from __future__ import annotations
 
