@@ -20,6 +20,7 @@ PROTOTYPE_MODEL = "SmolLM2-135M-Instruct"
 PROTOTYPE_16_BIT = 21.17
 # Two draws of a row that loses next to nothing may differ by this much; what a row loses adds to it.
 NOISE = 0.2
+LARGE_LOSS = 2  # perplexity; the prototype's one decimal is then less than 3 % of it
 # Two of the standard deviations of a difference between two draws.
 NUM_DEVIATIONS = 2 * 2**0.5
 
@@ -260,11 +261,24 @@ def _agreement(rows: list[dict[str, Any]], relative: float) -> list[str]:
         "changes all later layers. With the ranks' slices in another order a row's loss against 16 bits has a standard "
         f"deviation of {relative:.1%} of it (last table). Two draws agree where they differ by at most {NOISE} plus "
         f"two deviations of their difference, {NUM_DEVIATIONS * relative:.0%} of the loss: {len(pairs) - len(misses)} "
-        f"of {len(pairs)} rows do."
+        f"of {len(pairs)} rows do. {_closeness(pairs)}"
     ]
     if misses:
         lines += ["", "Not within it: " + "; ".join(_describe(row) for row in misses) + "."]
     return lines
+
+
+def _closeness(pairs: list[dict[str, Any]]) -> str:
+    """How far apart all rows are together: a tighter test than one row's tolerance."""
+    close = sum(abs(row["perplexity"] - row["prototype"]) <= NOISE for row in pairs)
+    lossy = [row for row in pairs if row["prototype"] - PROTOTYPE_16_BIT > LARGE_LOSS]
+    ratios = [(row["perplexity"] - row["prototype"]) / (row["prototype"] - PROTOTYPE_16_BIT) for row in lossy]
+    rms = math.sqrt(statistics.fmean(ratio**2 for ratio in ratios)) if ratios else 0.0
+    mean = statistics.fmean(ratios) if ratios else 0.0
+    return (
+        f"{close} differ by at most {NOISE} outright. Over the {len(lossy)} rows that lose more than {LARGE_LOSS}, the "
+        f"difference has an rms of {rms:.1%} of the loss and a mean of {mean:+.1%}."
+    )
 
 
 def _describe(row: dict[str, Any]) -> str:
@@ -277,7 +291,8 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     judged = any(row["agrees"] is not None for row in rows)
     cells = []
     for row in rows:
-        line = [f"{row['bits_a_value']:.2f}", row["label"], row["residual"] or "", str(row["world_size"])]
+        line = [f"{row['bits_a_value']:.2f}", row["label"], row["residual"] or ""]
+        line += [str(row["world_size"]) if row["algorithm"] else ""]
         line += [row["algorithm"] or "", f"{row['perplexity']:.2f}"]
         if judged and row["agrees"] is None:
             line += ["", "", ""]
