@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -190,7 +191,9 @@ class TestLocks:
 
     @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="the tests run in an environment of the user's own")
     def test_the_environment_has_the_locked_versions(self) -> None:
-        installed = {re.sub(r"[-_.]+", "-", d.name).lower(): d.version for d in importlib.metadata.distributions()}
+        # Not all of sys.path: setuptools, once imported, puts packages of its own on it.
+        distributions = importlib.metadata.distributions(path=[sysconfig.get_path("purelib")])
+        installed = {re.sub(r"[-_.]+", "-", d.name).lower(): d.version for d in distributions}
         expected = pinned(ROOT / "requirements" / "test.txt")
         assert {name: installed.get(name) for name in expected} == expected, "run `make venv`"
 
@@ -254,6 +257,7 @@ def test_import_is_light_and_opens_no_connection() -> None:
     """`import echo_megatron` loads no Megatron, touches no GPU, and neither looks up a host nor connects to one."""
     code = """
 import sys
+import sysconfig
 opened = []
 sys.addaudithook(lambda event, args: opened.append((event, args)) if event in (
     "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request", "subprocess.Popen") else None)
