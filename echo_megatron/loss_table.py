@@ -1,13 +1,12 @@
 """The loss table (paper Table 7) and its remarks, as a JSON report and as Markdown."""
 
 import math
-import shlex
 import statistics
-import sys
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from echo_megatron import provenance
 from echo_megatron.loss_runs import LossRun
 from echo_megatron.loss_statistics import Arm, Statistic, Windows, all_differences, loss_at, tail_difference, tail_loss
 
@@ -58,7 +57,7 @@ def build_report(
         "remarks": remarks + _remarks(runs, windows),
         "runs": [_run_entry(run, windows) for run in runs],
         "made_by": {
-            "command": shlex.join(sys.argv),
+            "command": provenance.command(),
             "versions": {name: version(name) for name in ("numpy", "matplotlib", "tensorboard")},
         },
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,15 @@ def machine(device: torch.device) -> dict[str, Any]:
     """The platform, and the GPU where `device` is one."""
     accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {"platform": platform.platform(), "processor": platform.machine(), "device": device.type, "gpu": accelerator}
+
+
+def command() -> str:
+    """What was typed, without the folders that only this machine has."""
+    program, *arguments = sys.argv
+    path = Path(program)
+    if path.parent == Path(__file__).parent:
+        return shlex.join(["python", "-m", f"echo_megatron.{path.stem}", *arguments])
+    return shlex.join([path.name, *arguments])
 
 
 def versions(*packages: str) -> dict[str, str]:

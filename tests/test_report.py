@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from synthetic_runs import ARMS, write_run
 from torch.utils.tensorboard import SummaryWriter
 
+from echo_megatron import provenance
 from echo_megatron.event_files import load_event_folder
 from echo_megatron.figures import arm_colours
 from echo_megatron.loss_runs import FACTS, ComparisonRefused, load_run
@@ -432,3 +433,13 @@ def test_command_line_reports_refusals_and_passes_options(tmp_path: Path, capsys
     assert main([*runs, *out, *options]) == 0
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert (report["baseline"], report["title"], report["windows"]["panel"]) == ("nccl", "A title", 10)
+
+
+def test_commands_are_recorded_without_this_machine_s_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Path(provenance.__file__).parent
+    for program, recorded in (
+        (package / "quickstart.py", "python -m echo_megatron.quickstart --seeds 1 2"),
+        (Path("/somewhere/bin/echo-megatron"), "echo-megatron --seeds 1 2"),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(program), "--seeds", "1", "2"])
+        assert provenance.command() == recorded
