@@ -69,6 +69,39 @@ def finite_amax(values: Tensor) -> Tensor:
     return magnitude.where(magnitude < float("inf"), torch.zeros_like(magnitude)).max()
 
 
+def rank_residual(
+    config: EchoConfig,
+    world_size: int,
+    rank: int,
+    values: Tensor,
+    residual: Tensor,
+    reduced: Tensor,
+    returned: Tensor,
+) -> Tensor:
+    """u of one rank; the sum over ranks is -delta for both residuals (paper Eqn. 4).
+
+    Args:
+        config: which residual; `algorithm` may be `auto`.
+        world_size: P.
+        rank: whose.
+        values: fp32 [n], x' of the rank.
+        residual: fp32 [n], what the rank rounded: x' minus its decoded code where it sent one, the exact sum on the
+            segment that it owns under two-shot.
+        reduced: fp32 [n], the decoded sum.
+        returned: fp32 [n], the sum as the residual sees it: y in its dtype, or `reduced` for rotated policies, whose
+            residual is taken before the inverse transform.
+    """
+    if config.residual is Residual.consensus:
+        return values - divide(returned, world_size)
+    owned = Segments.split(values.shape[-1], world_size, config.group_size).bounds(rank)
+    residual = residual.clone()
+    if choose_algorithm(config, world_size) is Algorithm.two_shot:
+        residual[owned] -= returned[owned]
+    elif returned is not reduced:  # one-shot's output rounding is charged to the rank that would own the segment
+        residual[owned] += reduced[owned] - returned[owned]
+    return residual
+
+
 class SimulatedGroup:
     """P tensor-parallel ranks on one device.
 
@@ -115,7 +148,16 @@ class SimulatedGroup:
         reduced, residual = step(values, quantizer, exponent)
         output = quantizer.from_basis(reduced, first.numel()).to(first.dtype)
         if compensator is not None:
-            compensator.update(self._residual(values, reduced, residual, output, quantizer))
+            returned = reduced if quantizer.rotates else output.to(torch.float32)
+            rows = zip(values, residual, strict=True)
+            compensator.update(
+                torch.stack(
+                    [
+                        rank_residual(self.config, self.world_size, rank, own, rounded, reduced, returned)
+                        for rank, (own, rounded) in enumerate(rows)
+                    ]
+                )
+            )
         return output.view(first.shape)
 
     def reduce_scatter(self, contributions: Sequence[Tensor], site: Site) -> list[Tensor]:
@@ -183,26 +225,9 @@ class SimulatedGroup:
         own = self._own_mask(segmented)
         sums = sum_in_rank_order(segmented.where(own, decoded))
         reduced = quantizer.dequantize(quantizer.quantize(sums, exponent)).flatten()[: segments.num_values]
-        # On the owned segment the residual is sum - y; y is only final in its dtype, so `_residual` subtracts it.
+        # On the owned segment the residual is sum - y; y is only final in its dtype, so `rank_residual` subtracts it.
         residual = sums.where(own, segmented - decoded)
         return reduced, residual.flatten(1)[:, : segments.num_values]
-
-    def _residual(
-        self, values: Tensor, reduced: Tensor, residual: Tensor, output: Tensor, quantizer: Quantizer
-    ) -> Tensor:
-        """u of every rank [P, n]; its sum over ranks is -delta for both residuals (paper Eqn. 4)."""
-        returned = reduced if quantizer.rotates else output.to(torch.float32)
-        if self.config.residual is Residual.consensus:
-            return values - divide(returned, self.world_size)
-        segments = Segments.split(values.shape[-1], self.world_size, quantizer.group_size)
-        residual = residual.clone()
-        for rank in range(self.world_size):
-            owned = segments.bounds(rank)
-            if self.algorithm is Algorithm.two_shot:
-                residual[rank, owned] -= returned[owned]
-            elif not quantizer.rotates:  # one-shot's output rounding is charged to the rank that would own the segment
-                residual[rank, owned] += reduced[owned] - returned[owned]
-        return residual
 
     def _segmented(self, values: Tensor, quantizer: Quantizer) -> tuple[Tensor, Segments]:
         """[P, n] to [P, P, segment], filled up with the last value, which changes no group's range."""

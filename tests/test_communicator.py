@@ -302,6 +302,7 @@ def killed_peer(rank, world_size, timeout_s):
 
 
 def start_rank(rank, world_size, folder, timeout_s):
+    torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.save(killed_peer(rank, world_size, timeout_s), f"{folder}/result{rank}")

@@ -11,9 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Rescale, Residual
-from echo_megatron.quantizer import Quantizer, divide
-from echo_megatron.reference import Segments, choose_algorithm, finite_amax, make_quantizer, sum_in_rank_order
+from echo_megatron.config import Algorithm, Direction, EchoConfig, Rescale
+from echo_megatron.quantizer import Quantizer
+from echo_megatron.reference import (
+    Segments,
+    choose_algorithm,
+    finite_amax,
+    make_quantizer,
+    rank_residual,
+    sum_in_rank_order,
+)
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError, Reduced
 
@@ -48,7 +55,9 @@ class CollectiveTransport:
         reduced, residual, records, decode = call(values, quantizer, exponent, site)
         output = quantizer.from_basis(reduced, x.numel()).to(x.dtype)
         if compensator is not None:
-            compensator.update(self._residual(values, reduced, residual, output, quantizer))
+            returned = reduced if quantizer.rotates else output.to(torch.float32)
+            ranks = (self.config, self.world_size, self.rank)
+            compensator.update(rank_residual(*ranks, values, residual, reduced, returned))
         output = output.view(x.shape)
         if records.numel() >= output.numel() * output.element_size():
             return Reduced(output, output, _same)
@@ -98,20 +107,6 @@ class CollectiveTransport:
             if rank != self.rank and segments.size(rank):
                 by_size.setdefault(segments.size(rank), []).append(rank)
         return [(ranks, torch.stack([values[segments.bounds(r)] for r in ranks])) for ranks in by_size.values()]
-
-    def _residual(
-        self, values: Tensor, reduced: Tensor, residual: Tensor, output: Tensor, quantizer: Quantizer
-    ) -> Tensor:
-        """This rank's row of `SimulatedGroup._residual`."""
-        returned = reduced if quantizer.rotates else output.to(torch.float32)
-        if self.config.residual is Residual.consensus:
-            return values - divide(returned, self.world_size)
-        owned = Segments.split(values.numel(), self.world_size, quantizer.group_size).bounds(self.rank)
-        if self.algorithm is Algorithm.two_shot:
-            residual[owned] -= returned[owned]
-        elif not quantizer.rotates:
-            residual[owned] += reduced[owned] - returned[owned]
-        return residual
 
     # -- messages
 
