@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Direction, EchoConfig
+from echo_megatron.config import Algorithm, Direction, EchoConfig
 from echo_megatron.reference import check_dtype, check_group
 from echo_megatron.replay import ReplayCache, inside_backward
 from echo_megatron.sites import PassClock, Site
@@ -58,15 +58,14 @@ class Communicator:
     def describe(self) -> str:
         """One line: transport, algorithm, thresholds, and why."""
         config = self.config
-        algorithm = self.transport.algorithm.name if isinstance(self.transport, CollectiveTransport) else "fused"
-        why = "chosen for" if config.algorithm.name == "auto" else "asked for at"
+        why = "chosen for" if config.algorithm is Algorithm.auto else "asked for at"
         compensation = (
             f"{config.residual.name} residual, eta {config.eta:g}" if config.compensates else "no compensation"
         )
         return (
             f"echo: {config.bits}-bit {config.policy.name} (groups of {config.group_size}), "
-            f"{self.transport.name} transport, "
-            f"{algorithm} ({why} {self.group.size()} ranks), {compensation}, rescale {config.rescale.name}; "
+            f"{self.transport.name} transport, {self.transport.algorithm.name} ({why} {self.group.size()} ranks), "
+            f"{compensation}, rescale {config.rescale.name}; "
             f"messages under {config.min_bytes} bytes stay at full precision"
         )
 

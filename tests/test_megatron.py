@@ -302,21 +302,15 @@ def checkpointed(rank, world_size, folder):
         losses[name] = run_step(trainer, 9, evaluate=True)
         parallel_state.destroy_model_parallel()
 
-        trainer = build_trainer(tp=world_size)
-        if loads:
-            install(trainer.chunks, loads)
-        state = dist_checkpointing.load(trainer.chunks[0].module.sharded_state_dict(), str(path))
-        trainer.chunks[0].module.load_state_dict(state)
-        losses[f"{name} reloaded"] = run_step(trainer, 9, evaluate=True)
-        parallel_state.destroy_model_parallel()
-
-        trainer = build_trainer(tp=world_size)
-        if saves:
-            install(trainer.chunks, saves)
-        state = dist_checkpointing.load(trainer.chunks[0].module.sharded_state_dict(), str(path))
-        trainer.chunks[0].module.load_state_dict(state)
-        assert run_step(trainer, 9, evaluate=True) == losses[name]
-        parallel_state.destroy_model_parallel()
+        for key, config in ((f"{name} reloaded", loads), (f"{name} again", saves)):
+            trainer = build_trainer(tp=world_size)
+            if config:
+                install(trainer.chunks, config)
+            state = dist_checkpointing.load(trainer.chunks[0].module.sharded_state_dict(), str(path))
+            trainer.chunks[0].module.load_state_dict(state)
+            losses[key] = run_step(trainer, 9, evaluate=True)
+            parallel_state.destroy_model_parallel()
+        assert losses[f"{name} again"] == losses[name]
     return losses
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import group_size
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.quantizer import Quantizer
@@ -15,10 +16,6 @@ from echo_megatron.sites import PassClock, Site
 
 common = settings(max_examples=30, deadline=None)
 POLICIES, ALGORITHMS = list(Policy), [Algorithm.one_shot, Algorithm.two_shot]
-
-
-def group_size(policy: Policy) -> int:
-    return 32 if policy in (Policy.rotated, Policy.rotated_asymmetric) else 128
 
 
 def make_config(policy=Policy.rotated, **options) -> EchoConfig:
@@ -219,11 +216,10 @@ def test_compensation_shrinks_the_accumulated_error_as_the_theory_says():
     sums = {}
     for eta in (0.0, 0.75):
         group = SimulatedGroup(2, make_config(Policy.zero_aware, algorithm=Algorithm.two_shot, eta=eta))
-        total, single = torch.zeros(4096), 0.0
+        total = torch.zeros(4096)
         for k in range(56):
             xs = contributions(2, 4096, seed=k)
             total += group.all_reduce(xs, forward_site(k)) - (xs[0] + xs[1])
-            single += 1
         sums[eta] = total.pow(2).mean().item()
     assert 5.0 / 56 * 0.8 < sums[0.75] / sums[0.0] < 5.0 / 56 * 1.35
 

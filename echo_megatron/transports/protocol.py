@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
+from echo_megatron.config import Algorithm
 from echo_megatron.sites import Site
 
 
@@ -35,6 +36,7 @@ class Transport(Protocol):
     """How codes move between the ranks of one group."""
 
     name: str
+    algorithm: Algorithm  # never `auto`
 
     def all_reduce(self, x: Tensor, site: Site, compensator: Compensator | None) -> Reduced:
         """Sums `x` over the ranks; reads and updates the compensator's state when there is one.

@@ -5,15 +5,12 @@ import math
 
 import pytest
 import torch
+from policies import group_size
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale, Residual
 from echo_megatron.quantizer import Quantizer
 from echo_megatron.reference import SimulatedGroup
 from echo_megatron.sites import Site
-
-
-def group_size(policy):
-    return 32 if policy in (Policy.rotated, Policy.rotated_asymmetric) else 128
 
 
 def stream(num_values, seed, dtype):
