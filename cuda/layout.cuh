@@ -1,0 +1,128 @@
+// Sizes and places that host, kernel and tests share: tiles, segments, slots, the workspace, epochs.
+//
+// A tile is 4,096 values of the working basis. A team of 128 threads handles it, each thread a block of 32 consecutive
+// values. A record travels in a slot of the receiver's workspace. Slots do not move with the shape of the call: team g
+// writes its k-th tile into slot k % ring of the ring that belongs to (stage, source, g).
+//
+//   workspace  = control (4 KiB) | flags u32 [2 stages][world - 1 sources][num_teams][ring] | slots, the same order
+//   slot       = codes | params, all groups of a tile | header 16 B {i16 exponent, u16 0, u32 signature, u64 0}
+//                the parts of the wire record, codes first so that a warp's stores fall on whole 128-byte lines;
+//                at 8 bits the two halves of a block lie 2,048 B apart, for the same reason
+//   flag       = epoch of the call's first round + k / ring; equal to what the receiver expects once the record is there
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define ECHO_HD __host__ __device__ __forceinline__
+#else
+#define ECHO_HD inline
+#endif
+
+namespace echo {
+
+constexpr int kTileValues = 4096;
+constexpr int kBlockValues = 32;
+constexpr int kTeamThreads = kTileValues / kBlockValues;
+constexpr int kTeamWarps = kTeamThreads / 32;
+constexpr int kTeams = 4;  // teams a thread block: 16 warps of 128 registers fill a multiprocessor
+constexpr int kBlockThreads = kTeams * kTeamThreads;
+constexpr int kMaxRanks = 8;
+constexpr int kHeaderBytes = 16;
+constexpr int kSlotAlignment = 128;
+constexpr int kControlBytes = 4096;
+constexpr int kNumStages = 2;
+constexpr int kExactBytes = 2048;  // payload of a slot in an exact call: 16 B a thread
+
+// The order of these is that of the enums in config.py.
+enum class Policy : int { symmetric, naive, zero_aware, rotated, rotated_asymmetric };
+enum class Algorithm : int { one_shot = 1, two_shot = 2 };
+enum class Residual : int { local, consensus, none };
+enum class Rescale : int { tile, group, none };
+enum class StateDtype : int { bf16, fp32, compact };
+enum class Dtype : int { bf16, fp16, fp32 };
+enum class Stage : int { push, gather, rescale };
+
+ECHO_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+ECHO_HD int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+ECHO_HD int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+ECHO_HD int param_bytes(Policy policy) {
+  const bool rotates = policy == Policy::rotated || policy == Policy::rotated_asymmetric;
+  const bool symmetric = policy == Policy::symmetric || policy == Policy::rotated;
+  return (rotates ? 1 : 2) * (symmetric ? 1 : 2);
+}
+
+// Offsets in a slot, bytes.
+struct SlotLayout {
+  int params, header, bytes;
+  ECHO_HD SlotLayout(int bits, Policy policy, int group_size) {
+    params = kTileValues * bits / 8;
+    header = params + static_cast<int>(round_up(kTileValues / group_size * param_bytes(policy), 16));
+    bytes = static_cast<int>(round_up(header + kHeaderBytes, kSlotAlignment));
+  }
+};
+
+// Two-shot's split of the stream; one-shot has one segment (reference.Segments).
+struct Segments {
+  int64_t num_values, length;
+  ECHO_HD Segments(int64_t values, int world, int group_size, Algorithm algorithm) : num_values(values) {
+    const int64_t parts = algorithm == Algorithm::one_shot ? 1 : world;
+    length = algorithm == Algorithm::one_shot ? values : ceil_div(ceil_div(values, group_size), parts) * group_size;
+  }
+  ECHO_HD int64_t begin(int rank) const { return min64(rank * length, num_values); }
+  ECHO_HD int64_t end(int rank) const { return min64((rank + 1) * length, num_values); }
+  ECHO_HD int64_t tiles(int rank) const { return ceil_div(end(rank) - begin(rank), kTileValues); }
+  ECHO_HD int64_t max_tiles() const { return ceil_div(length, kTileValues); }
+};
+
+// Bytes of the compensator's state for one tile: c, then m2, then (compact) the scales of both.
+ECHO_HD int state_value_bytes(StateDtype dtype) { return dtype == StateDtype::fp32 ? 4 : 2; }
+ECHO_HD int state_average_offset(StateDtype dtype) {
+  return dtype == StateDtype::compact ? kTileValues : kTileValues * state_value_bytes(dtype);
+}
+constexpr int kCompactScalesOffset = kTileValues + kTileValues / 2;
+ECHO_HD int state_tile_bytes(StateDtype dtype) {
+  return dtype == StateDtype::compact ? kCompactScalesOffset + kTeamThreads * 4 : 2 * state_average_offset(dtype);
+}
+
+// The words of the control region that ranks and thread blocks share.
+struct Control {
+  uint32_t epoch;         // the last round of the last call
+  uint32_t finished;      // thread blocks of the running call that are done
+  uint32_t arrivals;      // thread blocks whose amax is in
+  uint32_t amax;          // largest finite |x| of this rank, its bits
+  uint32_t claim;         // 1 once a failure is being reported
+  uint32_t abort;         // 1 + the rank that reported a failure, written by any rank
+  uint32_t unused[26];
+  uint64_t rank_amax[kMaxRanks][2];  // epoch << 32 | amax, from each rank, by parity of the epoch
+};
+static_assert(sizeof(Control) <= kControlBytes, "the control region is full");
+
+// A ring must hold what a rank may send before it knows that the slot was read: see all_reduce.cuh, "Why no barrier".
+ECHO_HD int min_ring(int depth) { return 3 * depth + 2; }
+
+struct WorkspaceLayout {
+  int world, num_teams, ring;
+  int64_t slot_bytes;
+  ECHO_HD int source_idx(int receiver, int source) const { return source - (source > receiver); }
+  ECHO_HD int64_t slot_idx(Stage stage, int receiver, int source, int team, uint32_t k) const {
+    const int64_t row = (static_cast<int64_t>(stage) * (world - 1) + source_idx(receiver, source)) * num_teams + team;
+    return row * ring + k % static_cast<uint32_t>(ring);
+  }
+  ECHO_HD int64_t num_slots() const { return static_cast<int64_t>(kNumStages) * (world - 1) * num_teams * ring; }
+  ECHO_HD int64_t flag_offset(int64_t slot) const { return kControlBytes + 4 * slot; }
+  ECHO_HD int64_t slots_offset() const { return kControlBytes + round_up(4 * num_slots(), kSlotAlignment); }
+  ECHO_HD int64_t slot_offset(int64_t slot) const { return slots_offset() + slot * slot_bytes; }
+  ECHO_HD int64_t bytes() const { return slots_offset() + num_slots() * slot_bytes; }
+};
+
+// Epoch arithmetic is modulo 2^32; values are compared for equality, so it may wrap. A slot is never ahead of its
+// reader (the ring holds it back), and a stale slot would have to be exactly 2^32 rounds old to be mistaken.
+ECHO_HD uint32_t flag_value(uint32_t epoch, uint32_t k, int ring) { return epoch + 1 + k / static_cast<uint32_t>(ring); }
+ECHO_HD uint32_t num_rounds(int64_t max_tiles_of_a_team, int ring) {
+  return static_cast<uint32_t>(ceil_div(max_tiles_of_a_team, ring));
+}
+
+}  // namespace echo
