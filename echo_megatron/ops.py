@@ -1,0 +1,89 @@
+"""The operators `torch.ops.echo_megatron.*`: built and loaded by `load`, never by an import; and their fake kernels.
+
+Schemas and CUDA kernels are in cuda/binding.cpp. The operators return nothing; what they write is in their schema. A
+fake kernel, for tracing without a GPU, checks what the CUDA kernel checks of shapes and types.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from echo_megatron.kernel_build import KernelBuildError, KernelsUnavailable, find_library
+
+__all__ = ["KernelBuildError", "KernelsUnavailable", "is_loaded", "load"]
+
+NAMESPACE = "echo_megatron"
+
+_lock = threading.Lock()
+_loaded = False
+
+
+def is_loaded() -> bool:
+    """Whether `torch.ops.echo_megatron` has its operators."""
+    return _loaded
+
+
+def load(arch: str | None = None) -> None:
+    """Build the kernels where they are not cached and load them; once a process, then nothing.
+
+    Args:
+        arch: compute capability such as "90"; None for that of the current GPU.
+
+    Raises:
+        KernelsUnavailable: there is no GPU, or nothing to build with and no library is named.
+        KernelBuildError: see `kernel_build.find_library`.
+    """
+    global _loaded
+    with _lock:
+        if _loaded:
+            return
+        torch.ops.load_library(str(find_library(arch or _present_arch())))
+        register_fakes()
+        _loaded = True
+
+
+def _present_arch() -> str:
+    if not torch.cuda.is_available():
+        raise KernelsUnavailable(
+            f"expected a CUDA GPU, PyTorch {torch.__version__} sees none; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}"
+
+
+def register_fakes() -> None:
+    """Register the fake kernels; the operators must be defined."""
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
+
+
+def _check_output(name: str, x: Tensor, y: Tensor) -> None:
+    torch._check(
+        x.shape == y.shape and x.dtype == y.dtype,
+        lambda: f"{name}: expected y like x, {x.dtype} {tuple(x.shape)}, got {y.dtype} {tuple(y.shape)}",
+    )
+
+
+def _all_reduce(x: Tensor, y: Tensor, *_: object, **__: object) -> None:
+    _check_output("all_reduce", x, y)
+
+
+def _exact_all_reduce(x: Tensor, y: Tensor, *_: object, **__: object) -> None:
+    _check_output("exact_all_reduce", x, y)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+_FAKES = {
+    "all_reduce": _all_reduce,
+    "all_reduce_": _nothing,
+    "exact_all_reduce": _exact_all_reduce,
+    "exact_all_reduce_": _nothing,
+    "decode": _nothing,
+    "consensus_update": _nothing,
+}
