@@ -9,7 +9,7 @@ The state kept here is (c, m2), which carries the same information, so that the 
     c  <- (beta1 c + eta (1-a) (beta2 - beta1) m2) + eta w_0 u,     w_0 = a (1-beta1) + (1-a) (1-beta2)
     m2 <- beta2 m2 + (1-beta2) u
 
-Arithmetic is FP32 in this order; the state is stored as BF16 or FP32. At the first site of a pass nothing is read.
+Arithmetic is FP32 in this order; `state.py` says how the state is stored. At the first site of a pass nothing is read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echo_megatron.config import EchoConfig, StateDtype
-
-STATE_TORCH_DTYPE = {StateDtype.bf16: torch.bfloat16, StateDtype.fp32: torch.float32}
+from echo_megatron.config import EchoConfig
+from echo_megatron.state import State, make_state
 
 
 class Compensator:
-    """The state of one pass direction; elementwise, so it serves one rank [n] or P simulated ranks [P, n].
+    """The state of one pass direction; row by row, so it serves one rank [n] or P simulated ranks [P, n].
+
+    A transport either calls `apply` and `update`, or keeps the state in a layout of its own: `raw_state` is its buffer,
+    and `mark_updated` says that it was written. A call of the other kind starts a new pass.
 
     Args:
         config: eta, a, beta1, beta2 and the state's dtype.
@@ -36,9 +38,10 @@ class Compensator:
         self.correction_from_residual = eta * (a * (1 - beta1) + (1 - a) * (1 - beta2))
         self.average_decay = beta2
         self.average_from_residual = 1 - beta2
-        self.dtype = STATE_TORCH_DTYPE[config.state_dtype]
-        self.correction: Tensor | None = None
-        self.average: Tensor | None = None
+        self.dtype = config.state_dtype
+        self._state: State | None = None
+        self._raw: Tensor | None = None
+        self._layout: tuple[object, ...] | None = None
         self._fresh = True
 
     def reset(self) -> None:
@@ -50,39 +53,73 @@ class Compensator:
         """True at the first site of a pass: the correction is zero and nothing is read."""
         return self._fresh
 
+    @property
+    def average(self) -> Tensor:
+        """m2 after the last `update`, fp32."""
+        assert self._state is not None
+        return self._state.average()
+
     def apply(self, values: Tensor) -> Tensor:
         """x' = x + c (paper Eqn. 10).
 
         Args:
             values: fp32 contribution in the working basis; another shape than the last site's starts a new pass.
         """
-        if self.correction is None or self.correction.shape != values.shape or self.correction.device != values.device:
+        layout = (values.shape, values.device)
+        if self._state is None or self._layout != layout:
             # An evaluation may allocate in inference mode what the next training pass writes: that needs plain tensors.
             with torch.inference_mode(False):
-                self.correction = torch.empty(values.shape, dtype=self.dtype, device=values.device)
-                self.average = torch.empty_like(self.correction)
+                self._state = make_state(self.dtype, values.shape, values.device)
+            self._raw = None
+            self._layout = layout
             self._fresh = True
-        return values if self._fresh else values + self.correction.to(torch.float32)
+        return values if self._fresh else values + self._state.correction()
 
     def update(self, residual: Tensor) -> None:
         """Feeds the residual u back (paper Eqn. 11); fp32, the shape that `apply` saw."""
-        assert self.correction is not None and self.average is not None
+        assert self._state is not None
         correction = residual * self.correction_from_residual
         average = residual * self.average_from_residual
         if not self._fresh:
-            old_average = self.average.to(torch.float32)
-            kept = (
-                self.correction.to(torch.float32) * self.correction_decay + old_average * self.correction_from_average
-            )
+            old_average = self._state.average()
+            kept = self._state.correction() * self.correction_decay + old_average * self.correction_from_average
             correction = kept + correction
             average = old_average * self.average_decay + average
-        self.correction.copy_(correction)
-        self.average.copy_(average)
+        self._state.store(correction, average)
+        self._fresh = False
+
+    def raw_state(self, key: tuple[object, ...], num_bytes: int, device: torch.device) -> Tensor:
+        """The buffer of a transport that reads and writes the state in its own layout; not to be read while `is_fresh`.
+
+        Args:
+            key: what the layout of a call depends on. Another key, size or device than the last site's starts a new
+                pass.
+            num_bytes: size of the buffer.
+            device: where it lives.
+
+        Returns:
+            uint8 [num_bytes], the same memory while size and device stay.
+        """
+        layout = (key, num_bytes, device)
+        if self._raw is None or self._layout != layout:
+            if self._raw is None or self._layout is None or self._layout[1:] != layout[1:]:
+                with torch.inference_mode(False):
+                    self._raw = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._state = None
+            self._layout = layout
+            self._fresh = True
+        return self._raw
+
+    def mark_updated(self) -> None:
+        """The buffer of `raw_state` holds the state for the next site."""
+        assert self._raw is not None
         self._fresh = False
 
     def num_bytes(self) -> int:
         """Device memory that the state holds."""
-        return sum(t.numel() * t.element_size() for t in (self.correction, self.average) if t is not None)
+        if self._raw is not None:
+            return self._raw.numel()
+        return 0 if self._state is None else self._state.num_bytes()
 
 
 # -- closed forms of the analysis (paper Secs. 5.2 and 6); tests hold the recurrence to them

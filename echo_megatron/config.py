@@ -26,6 +26,14 @@ class Algorithm(Enum):
     two_shot = "two_shot"
 
 
+class TransportName(Enum):
+    """What moves the codes: CUDA kernels through the GPUs' peer memory, torch.distributed, or the first that can."""
+
+    auto = "auto"
+    p2p = "p2p"
+    collective = "collective"
+
+
 class Residual(Enum):
     """What the compensator feeds back: the rank's own rounding error, or the paper's x' - y/P (Sec. 5.1)."""
 
@@ -42,10 +50,11 @@ class Rescale(Enum):
 
 
 class StateDtype(Enum):
-    """Storage type of the compensator's state; its arithmetic is always FP32."""
+    """Storage of the compensator's state, see `state.py`; its arithmetic is always FP32."""
 
     bf16 = "bf16"
     fp32 = "fp32"
+    compact = "compact"
 
 
 class Direction(Enum):
@@ -80,13 +89,16 @@ class EchoConfig:
         policy: the group quantizer.
         group_size: values that share a scale: 32, 64, 128 or 256.
         algorithm: one_shot, two_shot, or auto: chosen by world size (`communicator.choose_algorithm`).
+        transport: how codes move: p2p (CUDA, GPUs of one host that reach each other's memory), collective
+            (torch.distributed on any process group), or auto: p2p where every rank can, otherwise collective.
         residual: what the compensator feeds back.
         rescale: where the power-of-two factor is chosen.
         eta: gain of the correction, 0 to 1; 0 switches compensation off (paper Eqn. 10).
         a: weight of the slow average in the correction, 0 to 1.
         beta1: decay of the slow average, in [0, 1) (paper Eqn. 11).
         beta2: decay of the fast average, in [0, 1).
-        state_dtype: storage type of the compensator's state.
+        state_dtype: storage of the compensator's state: 4 bytes a value in bf16, 8 in fp32, 1.625 in compact, which
+            rounds too coarsely for the consensus residual.
         min_bytes: messages smaller than this many bytes use the group's own all-reduce at full precision.
         directions: the passes whose all-reduces are quantized.
         phases: whether training passes, evaluation passes or both are quantized.
@@ -102,6 +114,7 @@ class EchoConfig:
     policy: Policy = Policy.rotated
     group_size: int = 32
     algorithm: Algorithm = Algorithm.auto
+    transport: TransportName = TransportName.auto
     residual: Residual = Residual.local
     rescale: Rescale = Rescale.tile
     eta: float = 0.75
@@ -136,6 +149,12 @@ class EchoConfig:
             raise ValueError(f"min_bytes: expected an integer >= 0 (bytes), got {self.min_bytes!r}")
         if self.early_bits is not None and self.bits == NATIVE_BITS:
             raise ValueError("early_bits: expected None with bits=16, which quantizes nothing; set bits to 4 or 8")
+        if self.state_dtype is StateDtype.compact and self.residual is Residual.consensus:
+            raise ValueError(
+                "state_dtype: expected bf16 or fp32 with residual=consensus, got compact: that residual is as large as "
+                "the contribution, and rounding its state that coarsely doubles or triples the accumulated error; set "
+                "residual=local or state_dtype=bf16"
+            )
 
     @property
     def quantizes(self) -> bool:
@@ -205,6 +224,7 @@ class EchoConfig:
 _ENUM_FIELDS: dict[str, type[Enum]] = {
     "policy": Policy,
     "algorithm": Algorithm,
+    "transport": TransportName,
     "residual": Residual,
     "rescale": Rescale,
     "state_dtype": StateDtype,

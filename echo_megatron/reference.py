@@ -63,6 +63,11 @@ def sum_in_rank_order(contributions: Tensor) -> Tensor:
     return total
 
 
+def exact_sum(contributions: Tensor) -> Tensor:
+    """[P, ...] to [...]: the ranks' values summed in fp32 in rank order and rounded once to their dtype."""
+    return sum_in_rank_order(contributions.to(torch.float32)).to(contributions.dtype)
+
+
 def finite_amax(values: Tensor) -> Tensor:
     """Largest finite |value| as an fp32 scalar; 0 for none. The rescaling must not follow a NaN or an Inf."""
     magnitude = values.to(torch.float32).abs()
@@ -206,6 +211,11 @@ class SimulatedGroup:
         exponent = quantizer.call_exponent(finite_amax(stacked)) if self.config.rescale is Rescale.group else None
         decoded = quantizer.dequantize(quantizer.quantize(quantizer.rows_to_basis(stacked), exponent))
         return quantizer.from_basis(decoded, first.numel()).to(first.dtype).reshape(-1, *first.shape[1:])
+
+    def exact_all_reduce(self, contributions: Sequence[Tensor]) -> Tensor:
+        """The sum without codes, `exact_sum`: what the p2p transport gives for messages under `min_bytes`."""
+        self._check(contributions)
+        return exact_sum(torch.stack(list(contributions)))
 
     # -- one call
 

@@ -1,4 +1,4 @@
-"""Accumulated error of a pass of N sites: no compensation, the paper's consensus residual, the local residual.
+"""Accumulated error of a pass of N sites: no compensation, the consensus and the local residual, how state is stored.
 
 usage: python scripts/error_feedback_simulation.py [--out docs/results] [--seeds 5]
 
@@ -34,7 +34,14 @@ ARMS: dict[str, EchoConfig] = {
     "rotated none": EchoConfig.preset("echo4", eta=0.0),
     "rotated consensus": EchoConfig.preset("echo4", residual="consensus"),
     "rotated local": EchoConfig.preset("echo4"),
+    "zero_aware local fp32": EchoConfig.preset("echo4_paper", residual="local", state_dtype="fp32"),
+    "zero_aware local compact": EchoConfig.preset("echo4_paper", residual="local", state_dtype="compact"),
+    "rotated local fp32": EchoConfig.preset("echo4", state_dtype="fp32"),
+    "rotated local compact": EchoConfig.preset("echo4", state_dtype="compact"),
 }
+# Columns of the tables and the arm of each, without its family.
+RESIDUALS = {"none": "none", "consensus": "consensus", "local": "local"}
+STATES = {"fp32": "local fp32", "bf16": "local", "compact": "local compact"}
 PROTOTYPE_NUM_SITES = 56
 # Of the independent prototype that chose the residual, same set-up; it has no rotated arms.
 PROTOTYPE: dict[tuple[str, int, float], float] = {
@@ -115,6 +122,7 @@ def _row(setup: Setup, arm: str, values: list[float]) -> dict[str, Any]:
         "rho": setup.rho,
         "arm": arm,
         "algorithm": SimulatedGroup(setup.world_size, ARMS[arm]).algorithm.name,
+        "state_dtype": ARMS[arm].state_dtype.name if ARMS[arm].compensates else None,
         "mean": mean,
         "sd": statistics.stdev(values) if len(values) > 1 else None,
         "prototype": prototype,
@@ -136,13 +144,26 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         "In brackets the value of an independent prototype. " + agreement(rows, setup["tolerance"]),
         "",
-        *_family_table(rows, "zero_aware"),
+        *_family_table(rows, "zero_aware", RESIDUALS),
         "",
         "## Preset echo4: rotated, g = 32, 8-bit scale; one-shot at P = 2, two-shot above",
         "",
         "The same bytes. The preset's residual is local.",
         "",
-        *_family_table(rows, "rotated"),
+        *_family_table(rows, "rotated", RESIDUALS),
+        "",
+        "## How the state is stored",
+        "",
+        "The local residual of both wires; bf16 is the column above. compact is 8 bits for c and 4 for m2 with a BF16 "
+        "scale each for 32 values: 1.625 bytes a value, bf16 4, fp32 8.",
+        "",
+        "zero_aware:",
+        "",
+        *_family_table(rows, "zero_aware", STATES),
+        "",
+        "rotated:",
+        "",
+        *_family_table(rows, "rotated", STATES),
         "",
         *provenance_lines(results["made_by"]),
     ]
@@ -159,15 +180,14 @@ def agreement(rows: list[dict[str, Any]], tolerance: float) -> str:
     return f"{text}; not: {', '.join(misses)}." if misses else f"{text}."
 
 
-def _family_table(rows: list[dict[str, Any]], family: str) -> list[str]:
-    modes = ("none", "consensus", "local")
+def _family_table(rows: list[dict[str, Any]], family: str, columns: dict[str, str]) -> list[str]:
     by_key = {(row["world_size"], row["rho"], row["arm"]): row for row in rows}
     keys = list(dict.fromkeys((row["world_size"], row["rho"]) for row in rows))
     lines = [
-        [str(world_size), str(rho), *(_cell(by_key[world_size, rho, f"{family} {mode}"]) for mode in modes)]
+        [str(world_size), str(rho), *(_cell(by_key[world_size, rho, f"{family} {mode}"]) for mode in columns.values())]
         for world_size, rho in keys
     ]
-    return markdown_table(["P", "rho", *modes], lines)
+    return markdown_table(["P", "rho", *columns], lines)
 
 
 def _cell(row: dict[str, Any]) -> str:

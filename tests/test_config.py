@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from echo_megatron import PRESETS, EchoConfig
-from echo_megatron.config import Algorithm, Direction, Phase, Policy, Rescale, Residual, StateDtype
+from echo_megatron.config import Algorithm, Direction, Phase, Policy, Rescale, Residual, StateDtype, TransportName
 
 
 def test_presets_are_the_specs():
@@ -20,7 +20,7 @@ def test_presets_are_the_specs():
     for name in ("echo4", "echo8", "echo4_paper", "echo8_paper"):
         config = EchoConfig.preset(name)
         assert (config.eta, config.a, config.beta1, config.beta2) == (0.75, 0.35, 0.7, 0.3)
-        assert config.state_dtype is StateDtype.bf16
+        assert config.state_dtype is StateDtype.bf16 and config.transport is TransportName.auto
         assert config.directions == list(Direction) and config.phases == list(Phase)
         assert config.bits == (8 if "8" in name else 4)
 
@@ -34,6 +34,7 @@ def test_presets_are_the_specs():
         ("group_size", 48, "group_size: expected one of 32, 64, 128, 256, got 48"),
         ("policy", "rotate", "policy: expected one of symmetric, naive, zero_aware, rotated, rotated_asymmetric"),
         ("algorithm", "ring", "algorithm: expected one of auto, one_shot, two_shot, got 'ring'"),
+        ("transport", "nvlink", "transport: expected one of auto, p2p, collective, got 'nvlink'"),
         ("residual", "both", "residual: expected one of local, consensus"),
         ("rescale", "tensor", "rescale: expected one of tile, group, none"),
         ("eta", 1.5, r"eta: expected a number in \[0, 1\], got 1.5"),
@@ -42,7 +43,7 @@ def test_presets_are_the_specs():
         ("a", -0.1, "a: expected"),
         ("beta1", 1.0, r"beta1: expected a number in \[0, 1\), got 1.0"),
         ("beta2", -1e-9, "beta2"),
-        ("state_dtype", "fp8", "state_dtype: expected one of bf16, fp32"),
+        ("state_dtype", "fp8", "state_dtype: expected one of bf16, fp32, compact"),
         ("min_bytes", -1, "min_bytes: expected an integer >= 0"),
         ("min_bytes", 1.5, "min_bytes"),
         ("directions", "forward", "directions: expected a list of forward, backward"),
@@ -67,6 +68,15 @@ def test_unknown_names_are_refused():
         EchoConfig.preset("echo4", etta=0.5)
     with pytest.raises(ValueError, match="early_bits: expected None with bits=16"):
         EchoConfig.preset("nccl", early_bits=8)
+
+
+def test_compact_state_needs_the_local_residual():
+    assert EchoConfig(state_dtype="compact").state_dtype is StateDtype.compact
+    message = "state_dtype: expected bf16 or fp32 with residual=consensus, got compact: .* set residual=local or"
+    with pytest.raises(ValueError, match=message):
+        EchoConfig.preset("echo4_paper", state_dtype="compact")
+    with pytest.raises(ValueError, match=message):
+        EchoConfig(state_dtype="compact").replace(residual="consensus")
 
 
 def test_strings_become_enums_and_copies_are_validated():

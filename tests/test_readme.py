@@ -26,6 +26,7 @@ from echo_megatron.config import (
     Rescale,
     Residual,
     StateDtype,
+    TransportName,
 )
 from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import make_quantizer
@@ -306,6 +307,7 @@ def test_the_options_table_is_echo_config() -> None:
         "early_bits": [4, 8],
         "policy": Policy.__members__,
         "algorithm": Algorithm.__members__,
+        "transport": TransportName.__members__,
         "residual": Residual.__members__,
         "rescale": Rescale.__members__,
         "state_dtype": StateDtype.__members__,

@@ -11,7 +11,7 @@ from policies import group_size
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.quantizer import Quantizer
-from echo_megatron.reference import Segments, SimulatedGroup, choose_algorithm
+from echo_megatron.reference import Segments, SimulatedGroup, choose_algorithm, exact_sum
 from echo_megatron.sites import PassClock, Site
 
 common = settings(max_examples=30, deadline=None)
@@ -54,7 +54,6 @@ def test_residuals_sum_to_the_injected_error(config, world_size, num_values, dty
     xs = contributions(world_size, num_values, seed=seed, dtype=dtype)
     output = group.all_reduce(xs, forward_site())
     compensator, quantizer = group.compensators[Direction.forward], Quantizer(4, config.policy, config.group_size)
-    assert compensator.average is not None
     residual_sum = compensator.average.sum(0) / compensator.average_from_residual
     exact = torch.stack([quantizer.to_basis(x) for x in xs]).sum(0)
     if quantizer.rotates:  # the identity holds for the quantizer's delta, before the inverse and the dtype's rounding
@@ -245,6 +244,31 @@ def test_reduce_scatter_is_the_push_half(policy, world_size, rows, width, dtype,
         tolerance = 1e-4 + (output.float().abs().max().item() * 2**-8 if dtype is torch.bfloat16 else 0)
         assert torch.allclose(share, -delta, atol=tolerance)
         assert average[rank, rank].eq(0).all()
+
+
+@common
+@given(
+    st.integers(1, 8), st.integers(1, 3000), st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_exact_sum_is_rounded_once(world_size, num_values, dtype, seed):
+    """In fp32 from rank 0 upwards, then to the dtype: adding in the dtype itself would round at every rank."""
+    xs = contributions(world_size, num_values, seed=seed, dtype=dtype)
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    output = SimulatedGroup(world_size, make_config()).exact_all_reduce(xs)
+    assert output.dtype is dtype and torch.equal(output, total.to(dtype))
+    assert torch.equal(output, exact_sum(torch.stack(xs)))
+    in_double = torch.stack(xs).double().sum(0)
+    bound = torch.finfo(dtype).eps / 2 * in_double.abs() + 1e-6 * torch.stack(xs).double().abs().sum(0) + 1e-7
+    assert ((output.double() - in_double).abs() <= bound).all()
+
+
+def test_exact_sum_keeps_infinities_and_overflows_only_at_the_end():
+    xs = [torch.tensor([value, 1.0], dtype=torch.float16) for value in (60_000.0, 60_000.0, -60_000.0)]
+    assert exact_sum(torch.stack(xs)).tolist() == [60_000.0, 3.0]
+    assert exact_sum(torch.tensor([[math.inf, math.inf], [-math.inf, 1.0]])).isnan().tolist() == [True, False]
 
 
 def test_reduce_scatter_refuses_a_ragged_first_dimension():
