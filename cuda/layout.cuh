@@ -2,13 +2,15 @@
 //
 // A tile is 4,096 values of the working basis. A team of 128 threads handles it, each thread a block of 32 consecutive
 // values. A record travels in a slot of the receiver's workspace. Slots do not move with the shape of the call: team g
-// writes its k-th tile into slot k % ring of the ring that belongs to (stage, source, g).
+// counts its tiles from call to call (its epoch, in device memory) and writes tile number k into slot k % ring of the
+// ring that belongs to (stage, source, g).
 //
-//   workspace  = control (4 KiB) | flags u32 [2 stages][world - 1 sources][num_teams][ring] | slots, the same order
+//   workspace  = control (4 KiB) | epochs u32 [num_teams] | flags u32 [2 stages][world - 1 sources][num_teams][ring]
+//                | slots, in the order of the flags
 //   slot       = codes | params, all groups of a tile | header 16 B {i16 exponent, u16 0, u32 signature, u64 0}
 //                the parts of the wire record, codes first so that a warp's stores fall on whole 128-byte lines;
 //                at 8 bits the two halves of a block lie 2,048 B apart, for the same reason
-//   flag       = epoch of the call's first round + k / ring; equal to what the receiver expects once the record is there
+//   flag       = k + 1 once the record of tile number k is there
 #pragma once
 
 #include <cstddef>
@@ -89,19 +91,23 @@ ECHO_HD int state_tile_bytes(StateDtype dtype) {
 
 // The words of the control region that ranks and thread blocks share.
 struct Control {
-  uint32_t epoch;         // the last round of the last call
-  uint32_t finished;      // thread blocks of the running call that are done
-  uint32_t arrivals;      // thread blocks whose amax is in
+  uint32_t amax_epoch;    // calls with `rescale: group` so far
+  uint32_t amax_arrivals; // thread blocks of the running call whose amax is in
   uint32_t amax;          // largest finite |x| of this rank, its bits
   uint32_t claim;         // 1 once a failure is being reported
   uint32_t abort;         // 1 + the rank that reported a failure, written by any rank
-  uint32_t unused[26];
-  uint64_t rank_amax[kMaxRanks][2];  // epoch << 32 | amax, from each rank, by parity of the epoch
+  uint32_t unused[27];
+  uint64_t rank_amax[kMaxRanks][2];  // (amax_epoch + 1) << 32 | amax, from each rank, by parity of the epoch
 };
 static_assert(sizeof(Control) <= kControlBytes, "the control region is full");
 
-// A ring must hold what a rank may send before it knows that the slot was read: see all_reduce.cuh, "Why no barrier".
-ECHO_HD int min_ring(int depth) { return 3 * depth + 2; }
+// A ring holds what a rank may send before it knows that the slot was read: at least 3 depth + 2 tiles (all_reduce.cuh,
+// "Why no barrier"), and a power of two, so that k % ring goes on smoothly where k wraps.
+ECHO_HD int ring_for(int depth) {
+  int ring = 1;
+  while (ring < 3 * depth + 2) ring *= 2;
+  return ring;
+}
 
 struct WorkspaceLayout {
   int world, num_teams, ring;
@@ -112,17 +118,16 @@ struct WorkspaceLayout {
     return row * ring + k % static_cast<uint32_t>(ring);
   }
   ECHO_HD int64_t num_slots() const { return static_cast<int64_t>(kNumStages) * (world - 1) * num_teams * ring; }
-  ECHO_HD int64_t flag_offset(int64_t slot) const { return kControlBytes + 4 * slot; }
-  ECHO_HD int64_t slots_offset() const { return kControlBytes + round_up(4 * num_slots(), kSlotAlignment); }
+  ECHO_HD int64_t epoch_offset(int team) const { return kControlBytes + 4 * static_cast<int64_t>(team); }
+  ECHO_HD int64_t flags_offset() const { return kControlBytes + round_up(4 * static_cast<int64_t>(num_teams), kSlotAlignment); }
+  ECHO_HD int64_t flag_offset(int64_t slot) const { return flags_offset() + 4 * slot; }
+  ECHO_HD int64_t slots_offset() const { return flags_offset() + round_up(4 * num_slots(), kSlotAlignment); }
   ECHO_HD int64_t slot_offset(int64_t slot) const { return slots_offset() + slot * slot_bytes; }
   ECHO_HD int64_t bytes() const { return slots_offset() + num_slots() * slot_bytes; }
 };
 
-// Epoch arithmetic is modulo 2^32; values are compared for equality, so it may wrap. A slot is never ahead of its
-// reader (the ring holds it back), and a stale slot would have to be exactly 2^32 rounds old to be mistaken.
-ECHO_HD uint32_t flag_value(uint32_t epoch, uint32_t k, int ring) { return epoch + 1 + k / static_cast<uint32_t>(ring); }
-ECHO_HD uint32_t num_rounds(int64_t max_tiles_of_a_team, int ring) {
-  return static_cast<uint32_t>(ceil_div(max_tiles_of_a_team, ring));
-}
+// Tile numbers are modulo 2^32 and flags are compared for equality, so they may wrap: a slot is never ahead of its reader
+// (the ring holds it back), and a stale flag would have to be exactly 2^32 tiles old to be mistaken.
+ECHO_HD uint32_t flag_value(uint32_t tile_number) { return tile_number + 1; }
 
 }  // namespace echo

@@ -1,0 +1,113 @@
+// Readiness between ranks, and waits that end.
+//
+// A sender writes a record with plain stores, its team meets at a barrier, then one thread a receiver does
+// st.release.sys on the slot's flag: the release is cumulative over the barrier. A receiver's thread does
+// ld.acquire.sys until the flag has the expected epoch, then its team meets at a barrier. Records are read past L1
+// (ld.global.cg), which is not coherent with a peer's stores.
+//
+// A wait that takes longer than the limit, or meets a record of another call, reports to the host's failure record and
+// raises the abort word on every rank; all waits look at it, so every rank's kernel ends soon after.
+#pragma once
+
+#include "layout.cuh"
+
+namespace echo {
+
+// The host's failure record (pinned memory, int64): what `workspace.py` turns into a CommunicationError.
+enum class Failure : int { none, timeout, mismatch, peer };
+enum FailureField : int { kCode, kPeer, kStage, kRow, kExpected, kSeen, kSiteIdx, kDirection, kChunk };
+constexpr int kFailureFields = 16;
+
+struct Signals {
+  uint8_t* peers[kMaxRanks];  // workspace of every rank, this one's included
+  int64_t* failure;
+  uint64_t timeout_ns;
+  int rank, world;
+  int site_idx, direction, chunk;
+};
+
+__device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* flag) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ __forceinline__ Control* control_of(uint8_t* workspace) { return reinterpret_cast<Control*>(workspace); }
+
+// Only the first reporter of a rank writes the record; everybody is told.
+static __device__ __noinline__ void report(const Signals& signals, Failure code, int peer, Stage stage, int64_t row,
+                                           uint32_t expected, uint32_t seen) {
+  Control* control = control_of(signals.peers[signals.rank]);
+  if (atomicCAS(&control->claim, 0u, 1u) != 0u) return;
+  volatile int64_t* record = signals.failure;
+  record[kPeer] = peer;
+  record[kStage] = static_cast<int>(stage);
+  record[kRow] = row;
+  record[kExpected] = expected;
+  record[kSeen] = seen;
+  record[kSiteIdx] = signals.site_idx;
+  record[kDirection] = signals.direction;
+  record[kChunk] = signals.chunk;
+  __threadfence_system();
+  record[kCode] = static_cast<int>(code);
+  __threadfence_system();
+  for (int rank = 0; rank < signals.world; ++rank)
+    store_release(&control_of(signals.peers[rank])->abort, static_cast<uint32_t>(signals.rank + 1));
+}
+
+// Counts polls; true once the wait must end. Looks at the abort word and the clock every 64 polls.
+class Patience {
+ public:
+  __device__ __forceinline__ explicit Patience(const Signals& signals) : signals_(signals), polls_(0), start_(0) {}
+
+  __device__ __forceinline__ bool is_over(int peer, Stage stage, int64_t row, uint32_t expected, uint32_t seen) {
+    if (++polls_ & 63u) return false;
+    return look(peer, stage, row, expected, seen);
+  }
+
+ private:
+  __device__ __noinline__ bool look(int peer, Stage stage, int64_t row, uint32_t expected, uint32_t seen) {
+    const uint32_t aborted_by = load_acquire(&control_of(signals_.peers[signals_.rank])->abort);
+    if (aborted_by != 0u) {
+      report(signals_, Failure::peer, static_cast<int>(aborted_by) - 1, stage, row, expected, seen);
+      return true;
+    }
+    const uint64_t now = nanoseconds();
+    if (start_ == 0) start_ = now;
+    if (now - start_ < signals_.timeout_ns) return false;
+    report(signals_, Failure::timeout, peer, stage, row, expected, seen);
+    return true;
+  }
+
+  const Signals& signals_;
+  uint32_t polls_;
+  uint64_t start_;
+};
+
+// Waits until the flag holds `expected`; false if the wait was given up.
+__device__ __forceinline__ bool wait_flag(const Signals& signals, const uint32_t* flag, uint32_t expected, int peer,
+                                          Stage stage, int64_t row) {
+  Patience patience(signals);
+  uint32_t seen;
+  while ((seen = load_acquire(flag)) != expected)
+    if (patience.is_over(peer, stage, row, expected, seen)) return false;
+  return true;
+}
+
+}  // namespace echo

@@ -1,0 +1,192 @@
+// The compensator's state of one thread's block: read before the call's values are compensated, written after.
+//
+// A tile's state is laid out so that threads read and write 16 bytes side by side: chunk j of thread t lies at
+// (j * 128 + t) * 16 in its region (c, then m2). Compact: c is 8-bit codes (+128), m2 4-bit codes (+8), one BF16 scale
+// each for a block (echo_megatron/compensator.py).
+#pragma once
+
+#include "block.cuh"
+
+namespace echo {
+
+struct Coefficients {  // of Compensator, in its order
+  float correction_decay, correction_from_average, correction_from_residual, average_decay, average_from_residual;
+};
+
+__device__ __forceinline__ void unpack_bf16(const uint4& chunk, float (&v)[8]) {
+  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+  ECHO_UNROLL for (int i = 0; i < 4; ++i) {
+    v[2 * i] = __uint_as_float(words[i] << 16);
+    v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+__device__ __forceinline__ uint4 pack_bf16(const float (&v)[8]) {
+  return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+
+// kDtype is the state's; kReadsAverage is false for a call that leaves the update to another kernel.
+template <StateDtype kDtype>
+class BlockState {
+ public:
+  __device__ __forceinline__ BlockState(uint8_t* tile, bool fresh) : tile_(tile), thread_(threadIdx.x % kTeamThreads), fresh_(fresh) {}
+
+  // Starts the loads of what `add_correction` and `update` need.
+  __device__ __forceinline__ void load(bool with_average) {
+    if (fresh_) return;
+    if (kDtype == StateDtype::bf16) {
+      ECHO_UNROLL for (int j = 0; j < 4; ++j) correction_[j] = __ldcs(chunk(0, j));
+      if (with_average) ECHO_UNROLL for (int j = 0; j < 4; ++j) average_[j] = __ldcs(chunk(1, j));
+    } else if (kDtype == StateDtype::compact) {
+      ECHO_UNROLL for (int j = 0; j < 2; ++j) correction_[j] = __ldcs(chunk(0, j));
+      if (with_average) average_[0] = __ldcs(chunk(1, 0));
+      scales_ = __ldcs(scales());
+    }
+  }
+
+  // x' = x + c (paper Eqn. 10)
+  __device__ __forceinline__ void add_correction(float (&v)[kBlockValues]) const {
+    if (fresh_) return;
+    ECHO_UNROLL for (int j = 0; j < 4; ++j) {
+      float c[8];
+      read_correction(j, c);
+      ECHO_UNROLL for (int i = 0; i < 8; ++i) v[8 * j + i] = v[8 * j + i] + c[i];
+    }
+  }
+
+  // Feeds the residual u back (paper Eqn. 11).
+  __device__ __forceinline__ void update(const float (&u)[kBlockValues], const Coefficients& k) const {
+    if (kDtype == StateDtype::compact) {
+      update_compact(u, k);
+      return;
+    }
+    ECHO_UNROLL for (int j = 0; j < 4; ++j) {
+      float c[8], m[8];
+      next(j, u, k, c, m);
+      if (kDtype == StateDtype::bf16) {
+        __stcs(chunk(0, j), pack_bf16(c));
+        __stcs(chunk(1, j), pack_bf16(m));
+      } else {
+        ECHO_UNROLL for (int h = 0; h < 2; ++h) {
+          __stcs(chunk(0, 2 * j + h), as_chunk(c + 4 * h));
+          __stcs(chunk(1, 2 * j + h), as_chunk(m + 4 * h));
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kAverageOffset = kDtype == StateDtype::fp32 ? kTileValues * 4 : (kDtype == StateDtype::bf16 ? kTileValues * 2 : kTileValues);
+
+  __device__ __forceinline__ uint4* chunk(int region, int j) const {
+    return reinterpret_cast<uint4*>(tile_ + region * kAverageOffset) + j * kTeamThreads + thread_;
+  }
+  __device__ __forceinline__ uint32_t* scales() const {
+    return reinterpret_cast<uint32_t*>(tile_ + kCompactScalesOffset) + thread_;
+  }
+  static __device__ __forceinline__ uint4 as_chunk(const float* v) {
+    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+  }
+  static __device__ __forceinline__ void as_floats(const uint4& chunk, float* v) {
+    v[0] = __uint_as_float(chunk.x);
+    v[1] = __uint_as_float(chunk.y);
+    v[2] = __uint_as_float(chunk.z);
+    v[3] = __uint_as_float(chunk.w);
+  }
+
+  __device__ __forceinline__ void read_correction(int j, float (&c)[8]) const {
+    if (kDtype == StateDtype::bf16) {
+      unpack_bf16(correction_[j], c);
+    } else if (kDtype == StateDtype::fp32) {
+      ECHO_UNROLL for (int h = 0; h < 2; ++h) as_floats(*chunk(0, 2 * j + h), c + 4 * h);
+    } else {
+      const uint4& codes = correction_[j / 2];
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+      const float scale = bf16_value(scales_ & 0xffffu);
+      const float offset = -(32768.0f + 128.0f) * scale;  // exact: 9 bits times 8
+      ECHO_UNROLL for (int i = 0; i < 8; ++i) {
+        const float b = __uint_as_float(__byte_perm(words[j % 2 * 2 + i / 4], 0x47000000u, 0x7504 | (i % 4) << 4));
+        c[i] = __fmaf_rn(b, scale, offset);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void read_average(int j, float (&m)[8]) const {
+    if (kDtype == StateDtype::bf16) {
+      unpack_bf16(average_[j], m);
+    } else if (kDtype == StateDtype::fp32) {
+      ECHO_UNROLL for (int h = 0; h < 2; ++h) as_floats(*chunk(1, 2 * j + h), m + 4 * h);
+    } else {
+      const uint4& codes = average_[0];
+      const uint32_t word = j == 0 ? codes.x : j == 1 ? codes.y : j == 2 ? codes.z : codes.w;
+      const float scale = bf16_value(scales_ >> 16);
+      const float offset = -(128.0f + 8.0f) * scale;
+      ECHO_UNROLL for (int i = 0; i < 8; ++i) {
+        const uint32_t at16 = i < 4 ? word << (16 - 4 * i) : word >> (4 * i - 16);
+        m[i] = __fmaf_rn(__uint_as_float((at16 & 0xf0000u) | 0x43000000u), scale, offset);
+      }
+    }
+  }
+
+  // The new c and m2 of values 8j to 8j + 7, FP32; one rounding an operation, in the definition's order.
+  __device__ __forceinline__ void next(int j, const float (&u)[kBlockValues], const Coefficients& k, float (&c)[8], float (&m)[8]) const {
+    if (fresh_) {
+      ECHO_UNROLL for (int i = 0; i < 8; ++i) {
+        c[i] = u[8 * j + i] * k.correction_from_residual;
+        m[i] = u[8 * j + i] * k.average_from_residual;
+      }
+      return;
+    }
+    float old_c[8], old_m[8];
+    read_correction(j, old_c);
+    read_average(j, old_m);
+    ECHO_UNROLL for (int i = 0; i < 8; ++i) {
+      const float kept = old_c[i] * k.correction_decay + old_m[i] * k.correction_from_average;
+      c[i] = kept + u[8 * j + i] * k.correction_from_residual;
+      m[i] = old_m[i] * k.average_decay + u[8 * j + i] * k.average_from_residual;
+    }
+  }
+
+  __device__ __forceinline__ void update_compact(const float (&u)[kBlockValues], const Coefficients& k) const {
+    float c[kBlockValues], m[kBlockValues];
+    float c_max = 0.0f, m_max = 0.0f;
+    ECHO_UNROLL for (int j = 0; j < 4; ++j) {
+      float cj[8], mj[8];
+      next(j, u, k, cj, mj);
+      ECHO_UNROLL for (int i = 0; i < 8; ++i) {
+        c[8 * j + i] = cj[i];
+        m[8 * j + i] = mj[i];
+        c_max = max_nan(c_max, fabsf(cj[i]));
+        m_max = max_nan(m_max, fabsf(mj[i]));
+      }
+    }
+    const uint32_t c_bits = compact_scale_bits(c_max, 127.0f), m_bits = compact_scale_bits(m_max, 7.0f);
+    const float c_factor = 1.0f / bf16_value(c_bits), m_factor = 1.0f / bf16_value(m_bits);
+    uint32_t words[8];
+    ECHO_UNROLL for (int w = 0; w < 8; ++w) words[w] = pack_codes<8>(c + 4 * w, c_factor);
+    __stcs(chunk(0, 0), make_uint4(words[0], words[1], words[2], words[3]));
+    __stcs(chunk(0, 1), make_uint4(words[4], words[5], words[6], words[7]));
+    __stcs(chunk(1, 0), make_uint4(pack_codes<4>(m, m_factor), pack_codes<4>(m + 8, m_factor),
+                                   pack_codes<4>(m + 16, m_factor), pack_codes<4>(m + 24, m_factor)));
+    __stcs(scales(), c_bits | m_bits << 16);
+  }
+
+  template <int kBits>
+  static __device__ __forceinline__ uint32_t pack_codes(const float* v, float factor) {
+    constexpr int kPerWord = 32 / kBits, kOffset = 1 << (kBits - 1);
+    constexpr float kHighest = kOffset - 1;
+    uint32_t word = 0;
+    ECHO_UNROLL for (int i = kPerWord - 1; i >= 0; --i) {
+      const float t = fminf(fmaxf(v[i] * factor, -kHighest), kHighest);
+      word = word * (1u << kBits) + __float_as_uint(t + (kRound + kOffset));
+    }
+    return word - 0x4b400000u * (kBits == 4 ? 0x11111111u : 0x01010101u);
+  }
+
+  uint8_t* tile_;
+  int thread_;
+  bool fresh_;
+  uint4 correction_[4], average_[4];
+  uint32_t scales_;
+};
+
+}  // namespace echo
