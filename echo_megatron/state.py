@@ -7,8 +7,8 @@ scale for a block of 32 consecutive values of a rank's stream (the last one fill
     code = clip(round(v * (1/s)), -highest, highest)        v^ = s * code
 
 Every operation is one FP32 rounding in the order written here; round is half-to-even. m2's codes are stored as
-code + 8, two a byte, the even index in the low nibble. A block that holds NaN or Inf has a NaN scale and code 0, and is
-read back as NaN; it touches no other block.
+code + 8, two a byte, the even index in the low nibble. A block that holds NaN or Inf has a NaN scale
+and is read back as NaN, whatever its codes; it touches no other block.
 """
 
 from __future__ import annotations
