@@ -13,7 +13,7 @@ INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirem
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv quickstart test lint format lock study-env nemo-env clean
+.PHONY: help venv quickstart kernels test lint format lock study-env nemo-env clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
 
 quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo communication, compare; ABLATION=1, OUT=folder, ARGS="--steps 100"
 	@$(BIN)/python -m echo_megatron.quickstart --out $(or $(OUT),runs/quickstart) $(if $(filter-out 0,$(ABLATION)),--ablation) $(ARGS)
+
+kernels: $(RUN_STAMP) ## build the CUDA kernels, which otherwise happens on first use; needs nvcc, no GPU. ARCH="80 90", OUT=file, ARGS=--verbose
+	@$(BIN)/python -m echo_megatron.kernel_build $(if $(ARCH),--arch $(ARCH)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 test: lint ## environment, ruff, mypy and the whole test suite on CPU (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -35,8 +35,6 @@ from echo_megatron.config import QUANTIZED_BITS, Policy
 logger = logging.getLogger(__name__)
 
 LIBRARY_NAME = "libecho_megatron.so"
-# Host code that the tests compile by themselves.
-NOT_IN_LIBRARY = ("host_check.cpp",)
 LOCK_TIMEOUT_S = 1800.0
 
 # The quantizer's arithmetic is one FP32 rounding an operation: no contraction, no approximate division, no flush.
@@ -115,7 +113,7 @@ def source_folder() -> Path:
 def read_sources(folder: Path | None = None) -> dict[str, str]:
     """Name and text of everything that the library is made of, headers included."""
     found = sorted(path for path in (folder or source_folder()).iterdir() if path.suffix in (".cu", ".cuh", ".cpp"))
-    return {path.name: path.read_text() for path in found if path.name not in NOT_IN_LIBRARY}
+    return {path.name: path.read_text() for path in found}
 
 
 def source_hash(sources: dict[str, str] | None = None) -> str:

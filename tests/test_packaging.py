@@ -202,7 +202,7 @@ class TestLocks:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy, so that the checkout stays clean, and without an index: nothing is downloaded."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("echo_megatron", "configs"):
+    for name in ("echo_megatron", "configs", "cuda"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in ("pyproject.toml", *project["license-files"], project.get("readme")):
@@ -226,6 +226,12 @@ class TestWheel:
         missing = (modules | configs | {"echo_megatron/py.typed"}) - names
         assert missing == set(), "a new package is to be listed in pyproject.toml under tool.setuptools"
 
+    def test_has_every_cuda_source(self, wheel: Path) -> None:
+        names = set(zipfile.ZipFile(wheel).namelist())
+        sources = {f"echo_megatron/{path.relative_to(ROOT)}" for path in (ROOT / "cuda").iterdir() if path.is_file()}
+        assert sources
+        assert sources - names == set()
+
     def test_names_the_command_and_the_licence(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if "dist-info" in name}
@@ -233,10 +239,13 @@ class TestWheel:
         assert "License-Expression: Apache-2.0" in texts["METADATA"]
         assert "Apache License" in texts["LICENSE"]
 
-    def test_installed_away_from_the_checkout_it_finds_its_configuration(self, wheel: Path, tmp_path: Path) -> None:
+    def test_installed_away_from_the_checkout_it_finds_configuration_and_sources(self, wheel: Path, tmp_path: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(tmp_path / "site")
-        code = "import echo_megatron.cli as cli; print(cli.__file__); print(cli.config_dir())"
+        code = (
+            "import echo_megatron.cli as cli, echo_megatron.kernel_build as build;"
+            "print(cli.__file__); print(cli.config_dir()); print(build.source_folder())"
+        )
         # -P and the empty folder keep the checkout out; PYTHONPATH comes before an editable installation.
         shown = subprocess.run(
             [sys.executable, "-P", "-c", code],
@@ -247,10 +256,11 @@ class TestWheel:
             timeout=120,
         )
         assert shown.returncode == 0, shown.stderr
-        module, configs = map(Path, shown.stdout.split())
+        module, configs, sources = map(Path, shown.stdout.split())
         assert module.is_relative_to(tmp_path / "site")
         assert configs == tmp_path / "site" / "echo_megatron" / "configs"
         assert (configs / "tp_comm" / "echo4.yaml").is_file()
+        assert sources == tmp_path / "site" / "echo_megatron" / "cuda"
 
 
 def test_import_is_light_and_opens_no_connection() -> None:

@@ -1,0 +1,185 @@
+// The headers in cuda/ behind a C interface that tests/test_cuda_host.py calls.
+#include "block.cuh"
+#include "layout.cuh"
+#include "quantizer.cuh"
+#include "state.cuh"
+
+namespace {
+
+using namespace echo;
+
+struct Range {
+  float lo = 0.0f, hi = 0.0f;
+  bool finite = true;
+};
+
+// The range of a group; of a group of one block by `group_range` itself, which else needs a warp.
+template <bool kSymmetric>
+Range group_range_of(const float* values, int num_values) {
+  Range range{values[0], values[0], true};
+  if (num_values == kBlockValues) {
+    float v[kBlockValues];
+    std::copy_n(values, kBlockValues, v);
+    group_range<kSymmetric>(v, kBlockValues, 0, range.lo, range.hi, range.finite);
+    return range;
+  }
+  for (int i = 0; i < num_values; ++i) {
+    if (!std::isfinite(values[i])) return {0.0f, 0.0f, false};
+    range.lo = std::min(range.lo, values[i]);
+    range.hi = std::max(range.hi, values[i]);
+  }
+  if (kSymmetric) {
+    range.hi = std::fabs(std::max(-range.lo, range.hi));
+    range.lo = -range.hi;
+  }
+  return range;
+}
+
+// Calls `function` with the quantizer's type.
+template <typename Function>
+void dispatch(int bits, int policy, Function function) {
+#define ECHO_CASE(NAME)                                                                 \
+  case static_cast<int>(Policy::NAME):                                                  \
+    if (bits == 4) return function(BlockCodec<4, Policy::NAME>{});                      \
+    return function(BlockCodec<8, Policy::NAME>{});
+  switch (policy) {
+    ECHO_CASE(symmetric)
+    ECHO_CASE(naive)
+    ECHO_CASE(zero_aware)
+    ECHO_CASE(rotated)
+    ECHO_CASE(rotated_asymmetric)
+  }
+#undef ECHO_CASE
+}
+
+}  // namespace
+
+extern "C" {
+
+// Groups of `values`, all in tiles of one exponent, value by value.
+void check_quantize(int bits, int policy, int group_size, int exponent, int64_t num_groups, const float* values,
+                    uint32_t* stored, float* scale, float* zero, uint8_t* codes, float* decoded) {
+  dispatch(bits, policy, [&](auto codec) {
+    using Q = typename decltype(codec)::Q;
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const float* group = values + g * group_size;
+      const Range range = group_range_of<Q::kSymmetric>(group, group_size);
+      const Params params = Q::parameters(range.lo, range.hi, range.finite, exponent);
+      const Params read = Q::read(params.stored);
+      stored[g] = params.stored;
+      scale[g] = read.scale;
+      zero[g] = read.zero;
+      const float step = Q::step(read, exponent);
+      for (int i = 0; i < group_size; ++i) {
+        const uint32_t code = Q::code(group[i], params, exponent);
+        codes[g * group_size + i] = static_cast<uint8_t>(code);
+        decoded[g * group_size + i] = Q::value(code, read, step);
+      }
+    }
+  });
+}
+
+// The same as blocks in registers: codes, v - v^, and v^ through the decoder (first, then added to `acc`).
+void check_block(int bits, int policy, int group_size, int exponent, int64_t num_groups, const float* values,
+                 uint8_t* codes, uint8_t* codes_with_residual, float* residual, float* decoded, float* acc) {
+  dispatch(bits, policy, [&](auto codec) {
+    using Codec = decltype(codec);
+    using Q = typename Codec::Q;
+    constexpr int kBits = 32 / Codec::kPerWord;
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const Range range = group_range_of<Q::kSymmetric>(values + g * group_size, group_size);
+      const Params params = Q::parameters(range.lo, range.hi, range.finite, exponent);
+      const float step = Q::step(params, exponent);
+      const bool fast = exponent >= -kFastDecodeExponent && exponent <= kFastDecodeExponent;
+      for (int64_t at = g * group_size; at < (g + 1) * group_size; at += kBlockValues) {
+        float v[kBlockValues], first[kBlockValues], sum[kBlockValues];
+        uint32_t words[kBits];
+        std::copy_n(values + at, kBlockValues, v);
+        Codec::template encode<false>(v, params, exponent, range.finite, words);
+        for (int i = 0; i < kBlockValues; ++i) codes[at + i] = static_cast<uint8_t>(Codec::code_at(words, i));
+        Codec::template encode<true>(v, params, exponent, range.finite, words);
+        for (int i = 0; i < kBlockValues; ++i) codes_with_residual[at + i] = static_cast<uint8_t>(Codec::code_at(words, i));
+        std::copy_n(v, kBlockValues, residual + at);
+        std::copy_n(acc + at, kBlockValues, sum);
+        if (fast) {
+          Codec::template decode<true>(words, step, params.zero, true, first);
+          Codec::template decode<true>(words, step, params.zero, false, sum);
+        } else {
+          Codec::template decode<false>(words, step, params.zero, true, first);
+          Codec::template decode<false>(words, step, params.zero, false, sum);
+        }
+        std::copy_n(first, kBlockValues, decoded + at);
+        std::copy_n(sum, kBlockValues, acc + at);
+      }
+    }
+  });
+}
+
+void check_hadamard(int64_t num_blocks, float* values) {
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    float v[kBlockValues];
+    std::copy_n(values + b * kBlockValues, kBlockValues, v);
+    hadamard(v);
+    std::copy_n(v, kBlockValues, values + b * kBlockValues);
+  }
+}
+
+int check_exponent_for(float amax, int target) { return exponent_for(amax, target); }
+int check_call_exponent(float amax, int rotates) { return call_exponent(amax, rotates != 0); }
+uint32_t check_half_bits(float value) { return half_bits(value); }
+float check_half_value(uint32_t bits) { return half_value(bits); }
+uint32_t check_compact_scale_bits(float amax, float highest) { return compact_scale_bits(amax, highest); }
+
+int check_param_bytes(int policy) { return param_bytes(static_cast<Policy>(policy)); }
+void check_slot(int bits, int policy, int group_size, int* offsets) {
+  const SlotLayout slot(bits, static_cast<Policy>(policy), group_size);
+  offsets[0] = slot.params;
+  offsets[1] = slot.header;
+  offsets[2] = slot.bytes;
+}
+void check_segment(int64_t num_values, int world, int group_size, int algorithm, int rank, int64_t* out) {
+  const Segments segments(num_values, world, group_size, static_cast<Algorithm>(algorithm));
+  out[0] = segments.begin(rank);
+  out[1] = segments.end(rank);
+  out[2] = segments.tiles(rank);
+  out[3] = segments.max_tiles();
+}
+void check_state(int dtype, int* out) {
+  out[0] = state_average_offset(static_cast<StateDtype>(dtype));
+  out[1] = state_tile_bytes(static_cast<StateDtype>(dtype));
+}
+int64_t check_slot_offset(int world, int num_teams, int ring, int64_t slot_bytes, int stage, int receiver, int source,
+                          int team, uint32_t k, int64_t* flag_offset, int64_t* bytes) {
+  const WorkspaceLayout layout{world, num_teams, ring, slot_bytes};
+  const int64_t slot = layout.slot_idx(static_cast<Stage>(stage), receiver, source, team, k);
+  *flag_offset = layout.flag_offset(slot);
+  *bytes = layout.bytes();
+  return layout.slot_offset(slot);
+}
+uint32_t check_flag_value(uint32_t tile_number) { return flag_value(tile_number); }
+int check_ring_for(int depth) { return ring_for(depth); }
+
+// A tile's state through one site: x' = x + c, then the update with u.
+void check_state_site(int dtype, int fresh, const float* coefficients, uint8_t* state, const float* x, const float* u,
+                      float* compensated) {
+  const Coefficients k{coefficients[0], coefficients[1], coefficients[2], coefficients[3], coefficients[4]};
+  const auto site = [&](auto block) {
+    float v[kBlockValues], residual[kBlockValues];
+    const unsigned at = threadIdx.x * kBlockValues;
+    std::copy_n(x + at, kBlockValues, v);
+    std::copy_n(u + at, kBlockValues, residual);
+    block.load(true);
+    block.add_correction(v);
+    block.update(residual, k);
+    std::copy_n(v, kBlockValues, compensated + at);
+  };
+  for (threadIdx.x = 0; threadIdx.x < kTeamThreads; ++threadIdx.x) {
+    switch (static_cast<StateDtype>(dtype)) {
+      case StateDtype::bf16: site(BlockState<StateDtype::bf16>(state, fresh != 0)); break;
+      case StateDtype::fp32: site(BlockState<StateDtype::fp32>(state, fresh != 0)); break;
+      case StateDtype::compact: site(BlockState<StateDtype::compact>(state, fresh != 0)); break;
+    }
+  }
+}
+
+}  // extern "C"

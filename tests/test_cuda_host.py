@@ -1,0 +1,372 @@
+"""The headers in cuda/, compiled for the host, hold to the PyTorch definition bit for bit; no nvcc and no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from echo_megatron import state as state_module
+from echo_megatron.compensator import Compensator
+from echo_megatron.config import GROUP_SIZES, Algorithm, EchoConfig, Policy, Rescale, StateDtype
+from echo_megatron.quantizer import HEADER_BYTES, TILE_VALUES, Quantizer, hadamard
+from echo_megatron.reference import Segments
+
+ROOT = Path(__file__).resolve().parent.parent
+POLICIES = list(Policy)
+STATE_DTYPES = list(StateDtype)
+FLOAT32_MAX = torch.finfo(torch.float32).max
+# Exponents that a tile or a call of finite FP32 values can have.
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -149 - 14, 127 - 4
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+quantizers = st.builds(Quantizer, st.sampled_from((4, 8)), st.sampled_from(POLICIES), st.sampled_from(GROUP_SIZES))
+seeds = st.integers(0, 2**31)
+thorough = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """tests/cuda_host/host_check.cpp, compiled."""
+    target = tmp_path_factory.mktemp("cuda_host") / "host_check.so"
+    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    includes = [f"-I{ROOT / 'tests' / 'cuda_host'}", f"-I{ROOT / 'cuda'}"]
+    source = ROOT / "tests" / "cuda_host" / "host_check.cpp"
+    done = subprocess.run(
+        [str(COMPILER), *flags, *includes, str(source), "-o", str(target)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(target))
+    library.check_half_value.restype = ctypes.c_float
+    for name in ("check_half_bits", "check_compact_scale_bits", "check_flag_value"):
+        getattr(library, name).restype = ctypes.c_uint32
+    library.check_slot_offset.restype = ctypes.c_int64
+    return library
+
+
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
+    assert tensor.is_contiguous()
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def same_bits(got: Tensor, expected: Tensor) -> bool:
+    """Equal bits; of NaN any."""
+    nan = expected.isnan()
+    return torch.equal(got.isnan(), nan) and torch.equal(got.view(torch.int32)[~nan], expected.view(torch.int32)[~nan])
+
+
+KINDS = (
+    "normal",
+    "heavy",
+    "positive",
+    "far",
+    "constant",
+    "zero",
+    "subnormal",
+    "bits",
+    "outlier",
+    "nan",
+    "infinite",
+    "max",
+)
+
+
+def group_of(kind: str, size: int, exponent: int, generator: torch.Generator) -> Tensor:
+    x = torch.randn(size, generator=generator, dtype=torch.float64)
+    scale = 2.0**exponent
+    position = int(torch.randint(size, (), generator=generator))
+    match kind:
+        case "heavy":
+            x = x * torch.exp2(torch.randint(-40, 1, (size,), generator=generator).double())
+        case "positive":
+            x = x.abs()
+        case "far":
+            x = x * 1e-4 - 100.0
+        case "constant":
+            x = x[:1].expand(size)
+        case "zero":
+            x = torch.where(x > 0, 0.0, -0.0)
+        case "subnormal":
+            x, scale = x.sign() * torch.randint(0, 9, (size,), generator=generator), 2.0**-149
+        case "bits":  # every FP32 number, NaN and Inf aside
+            words = torch.randint(-(2**31), 2**31, (size,), generator=generator).to(torch.int32)
+            return words.view(torch.float32).nan_to_num(0.0, posinf=1.0, neginf=-1.0)
+        case "outlier":
+            x[position] *= 1000
+        case "nan":
+            x[position] = float("nan")
+        case "infinite":
+            x[position] = float("inf") if x[position] > 0 else -float("inf")
+        case "max":
+            return FLOAT32_MAX * x.sign().float()
+    return (x * scale).float()
+
+
+def tile(quantizer: Quantizer, seed: int) -> Tensor:
+    """A tile whose groups are of one kind and amplitude, or each of its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    base, is_mixed = draw(-140, 120), draw(0, 2) == 1
+    kinds = [KINDS[draw(0, len(KINDS))] for _ in range(quantizer.groups_per_tile if is_mixed else 1)]
+    groups = [
+        group_of(kinds[i % len(kinds)], quantizer.group_size, base + draw(-8, 5), generator)
+        for i in range(quantizer.groups_per_tile)
+    ]
+    return torch.cat(groups)
+
+
+def reference(quantizer: Quantizer, values: Tensor, exponent: int | None) -> SimpleNamespace:
+    """The definition's answers for one tile."""
+    given = None if exponent is None else torch.tensor(exponent, dtype=torch.int32)
+    quantized = quantizer.quantize(values, given)
+    return SimpleNamespace(
+        exponent=int(quantized.exponent),
+        params=quantized.params[0],
+        scale=quantized.scale[0].contiguous(),
+        zero=quantized.zero[0].contiguous(),
+        codes=quantized.codes.flatten(),
+        decoded=quantizer.dequantize(quantized),
+    )
+
+
+def comparable(quantizer: Quantizer, params: Tensor) -> Tensor:
+    """The parameters' bytes. A 16-bit zero-point of 0 may have either sign, for the minimum of +0 and -0 is either; and
+    NaN may be any, which a zero-point is where the scale has overflowed."""
+    if quantizer.is_symmetric or quantizer.rotates:
+        return params
+    halves = params.contiguous().view(torch.float16) + 0.0
+    return halves.where(~halves.isnan(), float("nan")).view(torch.uint8)
+
+
+def exponents():
+    """None: the tile's own. Otherwise a call's, which a tile's range need not fit."""
+    return st.one_of(st.none(), st.none(), st.integers(-20, 20), st.integers(LOWEST_EXPONENT, HIGHEST_EXPONENT))
+
+
+def arguments(quantizer: Quantizer, exponent: int, values: Tensor) -> tuple:
+    num_groups = ctypes.c_int64(quantizer.groups_per_tile)
+    policy = POLICIES.index(quantizer.policy)
+    return quantizer.bits, policy, quantizer.group_size, exponent, num_groups, pointer(values)
+
+
+@thorough
+@given(quantizers, seeds, exponents())
+def test_parameters_codes_and_values(host, quantizer, seed, exponent):
+    values = tile(quantizer, seed)
+    expected = reference(quantizer, values, exponent)
+    stored = torch.empty(quantizer.groups_per_tile, dtype=torch.int32)
+    scale, zero = torch.empty_like(stored, dtype=torch.float32), torch.empty_like(stored, dtype=torch.float32)
+    codes, decoded = torch.empty(TILE_VALUES, dtype=torch.uint8), torch.empty(TILE_VALUES)
+    outputs = map(pointer, (stored, scale, zero, codes, decoded))
+    host.check_quantize(*arguments(quantizer, expected.exponent, values), *outputs)
+    got_params = stored.view(torch.uint8).view(-1, 4)[:, : quantizer.param_bytes].contiguous()
+    assert torch.equal(comparable(quantizer, got_params), comparable(quantizer, expected.params))
+    assert same_bits(scale, expected.scale)
+    assert same_bits(zero + 0.0, expected.zero + 0.0)
+    assert torch.equal(codes, expected.codes)
+    assert same_bits(decoded, expected.decoded)
+
+
+@thorough
+@given(quantizers, seeds, exponents())
+def test_blocks_in_registers(host, quantizer, seed, exponent):
+    values = tile(quantizer, seed)
+    expected = reference(quantizer, values, exponent)
+    codes, codes_with_residual = torch.empty(2, TILE_VALUES, dtype=torch.uint8)
+    residual, decoded = torch.empty(2, TILE_VALUES)
+    # Added to what is near in size, so that the sum rounds.
+    summand = values.flip(0).nan_to_num(0.0, posinf=0.0, neginf=0.0) * 0.37
+    total = summand.clone()
+    outputs = map(pointer, (codes, codes_with_residual, residual, decoded, total))
+    host.check_block(*arguments(quantizer, expected.exponent, values), *outputs)
+    assert torch.equal(codes, expected.codes)
+    assert torch.equal(codes_with_residual, expected.codes)
+    assert same_bits(residual, values - expected.decoded)
+    assert same_bits(decoded, expected.decoded)
+    assert same_bits(total, summand + expected.decoded)
+
+
+@thorough
+@given(seeds, st.integers(-120, 110))
+def test_hadamard(host, seed, exponent):
+    values = torch.randn(64 * 32, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    got = values.clone()
+    host.check_hadamard(ctypes.c_int64(64), pointer(got))
+    assert same_bits(got, hadamard(values))
+
+
+@thorough
+@given(st.floats(0, FLOAT32_MAX, width=32))
+def test_exponents(host, amax):
+    for policy, group_size in ((Policy.symmetric, 128), (Policy.rotated, 32)):
+        quantizer = Quantizer(4, policy, group_size, Rescale.group)
+        expected = int(quantizer.call_exponent(torch.tensor(amax)))
+        assert host.check_call_exponent(ctypes.c_float(amax), int(quantizer.rotates)) == expected
+    values = torch.zeros(TILE_VALUES)
+    values[7] = -amax
+    expected = int(Quantizer(4, Policy.naive, 128).quantize(values).exponent)
+    assert host.check_exponent_for(ctypes.c_float(amax), 14) == expected
+
+
+def test_every_half(host):
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    got = torch.tensor([host.check_half_value(bits) for bits in range(2**16)])
+    assert same_bits(got, halves.float())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.floats(width=32, allow_nan=False))
+def test_rounding_to_half(host, value):
+    expected = int(torch.tensor(value, dtype=torch.float32).to(torch.float16).view(torch.int16)) & 0xFFFF
+    assert host.check_half_bits(ctypes.c_float(value)) == expected
+
+
+# -- layout
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_slot_holds_the_parts_of_a_tiles_record(host, bits, policy, group_size):
+    quantizer = Quantizer(bits, policy, group_size)
+    offsets = (ctypes.c_int * 3)()
+    host.check_slot(bits, POLICIES.index(policy), group_size, offsets)
+    params, header, num_bytes = offsets
+    assert host.check_param_bytes(POLICIES.index(policy)) == quantizer.param_bytes
+    assert params == TILE_VALUES * bits // 8
+    assert header == quantizer.num_bytes(TILE_VALUES) - HEADER_BYTES
+    assert num_bytes % 128 == 0 and 0 <= num_bytes - quantizer.num_bytes(TILE_VALUES) < 128
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 200_000), st.integers(1, 8), st.sampled_from(GROUP_SIZES))
+def test_segments(host, num_values, world_size, group_size):
+    segments = Segments.split(num_values, world_size, group_size)
+    out = (ctypes.c_int64 * 4)()
+    for rank in range(world_size):
+        two_shot = list(Algorithm).index(Algorithm.two_shot)
+        host.check_segment(ctypes.c_int64(num_values), world_size, group_size, two_shot, rank, out)
+        bounds = segments.bounds(rank)
+        num_tiles = -(-segments.size(rank) // TILE_VALUES)
+        assert list(out) == [bounds.start, bounds.stop, num_tiles, -(-segments.length // TILE_VALUES)]
+    one_shot = list(Algorithm).index(Algorithm.one_shot)
+    host.check_segment(ctypes.c_int64(num_values), world_size, group_size, one_shot, 0, out)
+    num_tiles = -(-num_values // TILE_VALUES)
+    assert list(out) == [0, num_values, num_tiles, num_tiles]
+
+
+@pytest.mark.parametrize(("world_size", "num_teams", "ring"), [(2, 8, 8), (3, 2, 16), (8, 3, 8), (1, 4, 8)])
+def test_slots_of_a_workspace_are_apart_and_aligned(host, world_size, num_teams, ring):
+    slot_bytes = 2304
+    flag, num_bytes = ctypes.c_int64(), ctypes.c_int64()
+
+    def offsets(stage: int, receiver: int, source: int, team: int, k: int) -> tuple[int, int]:
+        slot = host.check_slot_offset(
+            world_size, num_teams, ring, ctypes.c_int64(slot_bytes), stage, receiver, source, team, k,
+            ctypes.byref(flag), ctypes.byref(num_bytes),
+        )  # fmt: skip
+        return slot, flag.value
+
+    for receiver in range(world_size):
+        sources = [rank for rank in range(world_size) if rank != receiver]
+        where = list(itertools.product(range(2), [receiver], sources, range(num_teams), range(ring)))
+        places = [offsets(*place) for place in where]
+        slots, flags = sorted(slot for slot, _ in places), sorted(flag for _, flag in places)
+        assert all(slot % 128 == 0 for slot in slots)
+        assert all(after - before >= slot_bytes for before, after in itertools.pairwise(slots))
+        assert all(after - before >= 4 for before, after in itertools.pairwise(flags))
+        if places:
+            assert flags[0] >= 4096 and flags[-1] + 4 <= slots[0] and slots[-1] + slot_bytes == num_bytes.value
+        for stage, _, source, team, k in where:  # a slot comes round after `ring` tiles, also as k wraps
+            assert offsets(stage, receiver, source, team, k + 3 * ring) == offsets(stage, receiver, source, team, k)
+
+
+def test_a_ring_is_a_power_of_two_and_holds_what_a_rank_may_send_ahead(host):
+    for depth in range(1, 40):
+        ring = host.check_ring_for(depth)
+        assert ring >= 3 * depth + 2
+        assert ring & (ring - 1) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.integers(0, 2**32 - 1), st.integers(2**32 - 80, 2**32 - 1)), st.integers(1, 16))
+def test_tile_numbers_wrap(host, number, depth):
+    """Over the wrap, too, neighbours lie in neighbouring slots, and records that follow in a slot have other flags."""
+    ring = host.check_ring_for(depth)
+    following = (number + 1) % 2**32
+    assert following % ring == (number % ring + 1) % ring
+    flags = [host.check_flag_value(ctypes.c_uint32((number + k) % 2**32)) for k in range(0, 5 * ring, ring)]
+    assert len(set(flags)) == len(flags)
+    assert flags[0] == following
+
+
+# -- state
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+def test_bytes_of_the_state(host, dtype):
+    out = (ctypes.c_int * 2)()
+    host.check_state(STATE_DTYPES.index(dtype), out)
+    correction_bytes = {StateDtype.bf16: 2, StateDtype.fp32: 4, StateDtype.compact: 1}[dtype] * TILE_VALUES
+    assert out[0] == correction_bytes
+    assert out[1] == state_module.make_state(dtype, torch.Size((TILE_VALUES,)), torch.device("cpu")).num_bytes()
+
+
+@thorough
+@given(st.sampled_from(STATE_DTYPES), seeds, st.integers(-100, 60), st.integers(1, 5), st.booleans())
+def test_state_over_the_sites_of_a_pass(host, dtype, seed, exponent, num_sites, is_hostile):
+    """x' at every site is the definition's, which needs all of the state to be: c and m2 come from c and m2."""
+    config = EchoConfig(state_dtype=dtype)
+    compensator = Compensator(config)
+    sizes = (ctypes.c_int * 2)()
+    host.check_state(STATE_DTYPES.index(dtype), sizes)
+    state = torch.zeros(sizes[1], dtype=torch.uint8)
+    coefficients = torch.tensor(
+        [
+            compensator.correction_decay,
+            compensator.correction_from_average,
+            compensator.correction_from_residual,
+            compensator.average_decay,
+            compensator.average_from_residual,
+        ]
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for site in range(num_sites + 1):
+        x, residual = torch.randn(2, TILE_VALUES, generator=generator) * 2.0**exponent
+        residual *= (
+            torch.exp2(torch.randint(-30, 1, (TILE_VALUES // 32, 1), generator=generator).float())
+            .repeat(1, 32)
+            .view(-1)
+        )
+        if is_hostile:
+            residual[:32], residual[32:64], residual[64], residual[96] = 0.0, 1e-42, float("nan"), float("inf")
+        compensated = torch.empty(TILE_VALUES)
+        inputs = map(pointer, (coefficients, state, x, residual, compensated))
+        host.check_state_site(STATE_DTYPES.index(dtype), int(site == 0), *inputs)
+        assert same_bits(compensated, compensator.apply(x))
+        compensator.update(residual)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.floats(0, width=32), st.sampled_from((127, 7)))
+def test_scale_of_the_compact_state(host, amax, highest):
+    values = torch.full((32,), amax)
+    _, scale = state_module._encode(values, highest)
+    expected = float(scale)
+    got = host.check_compact_scale_bits(ctypes.c_float(amax), ctypes.c_float(highest))
+    stored = torch.tensor([got], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert same_bits(stored.float(), torch.tensor([expected]))
