@@ -23,25 +23,6 @@
 
 namespace echo {
 
-struct Arguments {
-  Signals signals;
-  const uint8_t* x;
-  uint8_t* y;
-  uint8_t* state;   // or null
-  uint8_t* codes;   // or null: records that the result was decoded from, kept for replay and for the consensus update
-  uint8_t* kept_x;  // or null: a copy of x, for the consensus update of a call in place
-  int64_t num_values, num_basis_values;
-  Dtype dtype;
-  Rescale rescale;
-  int group_shift;  // group_size = 32 << group_shift
-  int depth;
-  bool fresh;       // first site of a pass: the state is not read
-  bool aligned;     // x and y start on 16 bytes
-  uint32_t signature;
-  WorkspaceLayout workspace;
-  Coefficients coefficients;
-};
-
 // Shared memory of a team.
 __host__ __device__ __forceinline__ int stage_bytes(Dtype dtype) {
   return kTeamWarps * 32 * (dtype == Dtype::fp32 ? Row<float>::kBytes : Row<uint16_t>::kBytes);
@@ -508,12 +489,12 @@ class Team {
   }
 
   // A call that failed must not look like a result.
-  __device__ __noinline__ void poison(int from) {
+  __device__ __forceinline__ void poison(int from) {
     const int shift = element_shift(a_.dtype);
-    for (int k = from; k < num_rows_; ++k)
+    _Pragma("unroll 1") for (int k = from; k < num_rows_; ++k)
       for (int segment = 0; segment < (kOneShot ? 1 : s_.world); ++segment) {
         if (!has_tile(segment, k)) continue;
-        for (int i = thread_; i < kTileValues; i += kTeamThreads) {
+        _Pragma("unroll 1") for (int i = thread_; i < kTileValues; i += kTeamThreads) {
           const int64_t idx = first_value(segment, k) + i;
           if (idx >= x_end(segment)) break;
           if (shift == 2) reinterpret_cast<uint32_t*>(a_.y)[idx] = 0x7fc00000u;

@@ -328,7 +328,9 @@ struct BlockCodec {
     ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) copy[i] = v[i];
     encode_any_into<kWantResidual>(copy, params, exponent, out);
     ECHO_UNROLL for (int i = 0; i < kBits; ++i) words[i] = out[i];
-    if (kWantResidual) ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) v[i] = copy[i];
+    if (kWantResidual) {
+      ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) v[i] = copy[i];
+    }
   }
 
   template <bool kFirst>
@@ -350,7 +352,6 @@ struct BlockCodec {
       const float at8 = -(32768.0f + Q::kOffset) * step, at12 = -(2048.0f + Q::kOffset) * step, at16 = -(128.0f + Q::kOffset) * step;
       ECHO_UNROLL for (int w = 0; w < kBits; ++w) {
         const uint32_t word = words[w], up = word << 8, down = word >> 12;
-        constexpr int at = 8;
         float* a = acc + 8 * w;
         nibble<8, kFirst>(up, step, zero, at8, a[0]);
         nibble<12, kFirst>(up, step, zero, at12, a[1]);
@@ -360,7 +361,6 @@ struct BlockCodec {
         nibble<8, kFirst>(down, step, zero, at8, a[5]);
         nibble<12, kFirst>(down, step, zero, at12, a[6]);
         nibble<16, kFirst>(down, step, zero, at16, a[7]);
-        (void)at;
       }
     } else {
       const float at8 = -(32768.0f + Q::kOffset) * step;

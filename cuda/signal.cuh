@@ -9,22 +9,9 @@
 // raises the abort word on every rank; all waits look at it, so every rank's kernel ends soon after.
 #pragma once
 
-#include "layout.cuh"
+#include "arguments.cuh"
 
 namespace echo {
-
-// The host's failure record (pinned memory, int64): what `workspace.py` turns into a CommunicationError.
-enum class Failure : int { none, timeout, mismatch, peer };
-enum FailureField : int { kCode, kPeer, kStage, kRow, kExpected, kSeen, kSiteIdx, kDirection, kChunk };
-constexpr int kFailureFields = 16;
-
-struct Signals {
-  uint8_t* peers[kMaxRanks];  // workspace of every rank, this one's included
-  int64_t* failure;
-  uint64_t timeout_ns;
-  int rank, world;
-  int site_idx, direction, chunk;
-};
 
 __device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");

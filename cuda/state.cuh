@@ -5,13 +5,10 @@
 // each for a block (echo_megatron/compensator.py).
 #pragma once
 
+#include "arguments.cuh"
 #include "block.cuh"
 
 namespace echo {
-
-struct Coefficients {  // of Compensator, in its order
-  float correction_decay, correction_from_average, correction_from_residual, average_decay, average_from_residual;
-};
 
 __device__ __forceinline__ void unpack_bf16(const uint4& chunk, float (&v)[8]) {
   const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
@@ -35,7 +32,9 @@ class BlockState {
     if (fresh_) return;
     if (kDtype == StateDtype::bf16) {
       ECHO_UNROLL for (int j = 0; j < 4; ++j) correction_[j] = __ldcs(chunk(0, j));
-      if (with_average) ECHO_UNROLL for (int j = 0; j < 4; ++j) average_[j] = __ldcs(chunk(1, j));
+      if (with_average) {
+        ECHO_UNROLL for (int j = 0; j < 4; ++j) average_[j] = __ldcs(chunk(1, j));
+      }
     } else if (kDtype == StateDtype::compact) {
       ECHO_UNROLL for (int j = 0; j < 2; ++j) correction_[j] = __ldcs(chunk(0, j));
       if (with_average) average_[0] = __ldcs(chunk(1, 0));
