@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LIBRARY_NAME = "libecho_megatron.so"
 LOCK_TIMEOUT_S = 1800.0
+DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 
 # The quantizer's arithmetic is one FP32 rounding an operation: no contraction, no approximate division, no flush.
 HOST_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-ffp-contract=off,-Wall,-Wno-unknown-pragmas")
@@ -44,7 +45,7 @@ TORCH_FOLDER = Path(torch.__file__).parent
 TORCH_LIBRARIES = ("c10", "c10_cuda", "torch_cpu", "torch_cuda", "torch")
 LINK_FLAGS = ("-shared", "-cudart=shared", "-Xlinker=--no-undefined,--as-needed")
 
-_INFO = re.compile(rb"echo_megatron kernels: source=([0-9a-f]{16}) arches=([0-9a-f,]+) torch=([^ \0]+)")
+_INFO = re.compile(rb"echo_megatron kernels: source=([0-9a-f]{16}) arches=([0-9a-f,]+) torch=([0-9A-Za-z.+]+)")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"[0-9]{2,3}[af]?")
 
@@ -105,9 +106,9 @@ def source_folder() -> Path:
     """
     package = Path(__file__).resolve().parent
     for folder in (package / "cuda", package.parent / "cuda"):
-        if (folder / "binding.cpp").is_file():
+        if (folder / "layout.cuh").is_file():
             return folder
-    raise FileNotFoundError(f"cuda/binding.cpp: expected in {package} or {package.parent}; install the package again")
+    raise FileNotFoundError(f"cuda/layout.cuh: expected in {package} or {package.parent}; install the package again")
 
 
 def read_sources(folder: Path | None = None) -> dict[str, str]:
@@ -160,7 +161,7 @@ def find_nvcc() -> Path:
     home, on_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
     candidates = [Path(home, "bin", "nvcc")] if home else []
     candidates += [Path(on_path)] if on_path else []
-    candidates += [Path("/usr/local/cuda/bin/nvcc")]
+    candidates += [DEFAULT_NVCC]
     for path in candidates:
         if os.access(path, os.X_OK) and path.is_file():
             return path
@@ -257,8 +258,8 @@ def _written_whole(path: Path) -> Iterator[Path]:
 # -- build
 
 
-class _Builder:
-    """One build: the tools, the sources as they were when it began, and the architectures."""
+class Builder:
+    """One build: nvcc, the sources as they were when it began, and the architectures."""
 
     def __init__(self, sources: dict[str, str], arches: Sequence[str], report: Callable[[str], None]) -> None:
         self.sources = sources
@@ -272,6 +273,8 @@ class _Builder:
         if unit.source.endswith(".cu"):
             code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.arches]
             return [*HOST_FLAGS, *CUDA_FLAGS, *code, *defines]
+        if "ECHO_SOURCE_HASH" in self.sources[unit.source]:
+            defines.append(f'-DECHO_SOURCE_HASH="{source_hash(self.sources)}"')
         return [*HOST_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *defines]
 
     def write_sources(self) -> Path:
@@ -357,7 +360,7 @@ def build_library(arches: Sequence[str], *, report: Callable[[str], None] = _sil
     with _locked(library.with_name("lock"), LOCK_TIMEOUT_S):
         if not library.exists():
             start = time.monotonic()
-            builder = _Builder(sources, arches, report)
+            builder = Builder(sources, arches, report)
             logger.info("building the kernels for sm_%s", ", sm_".join(arches))
             builder.link(builder.compile_all().values(), library)
             report(f"{library}: {time.monotonic() - start:.1f} s")
@@ -420,7 +423,7 @@ def library_info(path: Path) -> BuildInfo:
 
 def kernel_resources(arches: Sequence[str]) -> list[KernelResources]:
     """Registers and spills of every kernel, from what ptxas printed when it was compiled; builds what is not cached."""
-    compiled = _Builder(read_sources(), arches, _silent).compile_all()
+    compiled = Builder(read_sources(), arches, _silent).compile_all()
     logs = (path.with_suffix(".log").read_text() for unit, path in compiled.items() if unit.source.endswith(".cu"))
     return [kernel for log in logs for kernel in parse_ptxas(log)]
 
