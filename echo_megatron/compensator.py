@@ -54,6 +54,17 @@ class Compensator:
         return self._fresh
 
     @property
+    def coefficients(self) -> list[float]:
+        """The recurrence's numbers in the order in which kernels take them (cuda/arguments.cuh)."""
+        return [
+            self.correction_decay,
+            self.correction_from_average,
+            self.correction_from_residual,
+            self.average_decay,
+            self.average_from_residual,
+        ]
+
+    @property
     def average(self) -> Tensor:
         """m2 after the last `update`, fp32."""
         assert self._state is not None

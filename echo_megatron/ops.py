@@ -7,13 +7,14 @@ fake kernel, for tracing without a GPU, checks what the CUDA kernel checks of sh
 from __future__ import annotations
 
 import threading
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from echo_megatron.kernel_build import KernelBuildError, KernelsUnavailable, find_library
 
-__all__ = ["KernelBuildError", "KernelsUnavailable", "is_loaded", "load"]
+__all__ = ["KernelBuildError", "KernelsUnavailable", "index_of", "is_loaded", "load"]
 
 NAMESPACE = "echo_megatron"
 
@@ -43,6 +44,11 @@ def load(arch: str | None = None) -> None:
         torch.ops.load_library(str(find_library(arch or _present_arch())))
         register_fakes()
         _loaded = True
+
+
+def index_of(member: Enum) -> int:
+    """An enum's member as the operators take it: its place in the enum (cuda/layout.cuh has the same order)."""
+    return list(type(member)).index(member)
 
 
 def _present_arch() -> str:

@@ -45,27 +45,34 @@ class EchoProcessGroup(dist.ProcessGroup):
         self._register()
 
     def takes(self, x: Tensor, op: Any) -> bool:
-        """Whether this all-reduce is the site's own and large enough to quantize."""
-        return (
+        """Whether this all-reduce is the site's own and large enough to quantize, or small enough to sum exactly."""
+        if not (
             self._is_active()
             and op == dist.ReduceOp.SUM
             and x.dtype in _DTYPES
             and x.dim() >= 2
             and x.shape[-1] == self.hidden_size
             and x.numel() > 0
-            and x.numel() * x.element_size() >= self.communicator.config.min_bytes
-        )
+        ):
+            return False
+        return self._quantizes(x) or self.communicator.sums_exactly(x)
+
+    def _quantizes(self, x: Tensor) -> bool:
+        return x.numel() * x.element_size() >= self.communicator.config.min_bytes
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = dist.AllreduceOptions() if opts is None else opts
         if len(tensors) != 1 or not self.takes(tensors[0], opts.reduceOp):
             return self.real_group.allreduce(tensors, opts)
+        reduce = self.communicator.all_reduce if self._quantizes(tensors[0]) else self.communicator.exact_all_reduce
         try:
-            tensors[0].copy_(self.communicator.all_reduce(tensors[0], self.site))
+            if not (opts.asyncOp and tensors[0].is_cuda):
+                reduce(tensors[0], self.site, out=tensors[0])
+                return _completed(tensors)
+            return _run_beside(tensors, lambda: reduce(tensors[0], self.site, out=tensors[0]))
         except Exception:
             logger.exception("echo: %s failed on rank %d", self.site, self.rank())
             raise
-        return _completed(tensors)
 
     def getBackendName(self) -> str:
         return self.real_group.name()
@@ -134,6 +141,36 @@ class EchoProcessGroup(dist.ProcessGroup):
         """Undoes the registration."""
         distributed_c10d._world.pg_map.pop(self, None)
         distributed_c10d._world.pg_group_ranks.pop(self, None)
+
+
+class _StreamWork(dist.Work):
+    """A call on a side stream; `wait` orders the caller's stream behind it."""
+
+    def __init__(self, tensors: list[Tensor], done: torch.cuda.Event) -> None:
+        super().__init__()
+        self._tensors, self._done = tensors, done  # the tensors' memory must not be used anew before the call ran
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.cuda.current_stream(self._tensors[0].device).wait_event(self._done)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _run_beside(tensors: list[Tensor], call: Callable[[], object]) -> dist.Work:
+    """Runs an asynchronous call on a stream of its own, behind what the caller's stream has done so far."""
+    device = tensors[0].device
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device, priority=-1)
+    stream = _side_streams[device]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+        return _StreamWork(tensors, stream.record_event())
 
 
 def _completed(tensors: list[Tensor]) -> dist.Work:

@@ -43,8 +43,15 @@ class CollectiveTransport:
         self._quantizers: dict[int, Quantizer] = {}
         self._agreed: set[tuple[int, ...]] = set()
 
-    def all_reduce(self, x: Tensor, site: Site, compensator: Compensator | None) -> Reduced:
-        """See `Transport.all_reduce`. `x` is left alone; any strides."""
+    def all_reduce(
+        self,
+        x: Tensor,
+        site: Site,
+        compensator: Compensator | None,
+        out: Tensor | None = None,
+        keep: bool = False,
+    ) -> Reduced:
+        """See `Transport.all_reduce`."""
         self._agree(x, site)
         quantizer = self._quantizer(site.bits)
         exponent = self._call_exponent(x, quantizer, site) if self.config.rescale is Rescale.group else None
@@ -59,9 +66,29 @@ class CollectiveTransport:
             ranks = (self.config, self.world_size, self.rank)
             compensator.update(rank_residual(*ranks, values, residual, reduced, returned))
         output = output.view(x.shape)
-        if records.numel() >= output.numel() * output.element_size():
+        if out is not None:
+            output = out.copy_(output)
+        if not keep or records.numel() >= output.numel() * output.element_size():
             return Reduced(output, output, _same)
         return Reduced(output, records, partial(_restore, quantizer, decode, x.shape, x.dtype))
+
+    def exact_below_bytes(self, x: Tensor) -> int:
+        """0: the process group's own all-reduce serves small messages."""
+        return 0
+
+    def exact_all_reduce(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
+        """Not offered: its bits would be those of the group's backend."""
+        raise NotImplementedError("the collective transport has no exact all-reduce; call the process group's own")
+
+    def check(self) -> None:
+        """Nothing: failures raise in the call."""
+
+    def num_bytes(self) -> int:
+        """0: nothing is kept between calls."""
+        return 0
+
+    def destroy(self) -> None:
+        """Nothing to give back."""
 
     def _one_shot(
         self, values: Tensor, quantizer: Quantizer, exponent: Tensor | None, site: Site

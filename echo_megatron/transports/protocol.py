@@ -36,12 +36,46 @@ class Transport(Protocol):
     """How codes move between the ranks of one group."""
 
     name: str
-    algorithm: Algorithm  # never `auto`
+    algorithm: Algorithm  # `auto`: by message
 
-    def all_reduce(self, x: Tensor, site: Site, compensator: Compensator | None) -> Reduced:
+    def all_reduce(
+        self,
+        x: Tensor,
+        site: Site,
+        compensator: Compensator | None,
+        out: Tensor | None = None,
+        keep: bool = False,
+    ) -> Reduced:
         """Sums `x` over the ranks; reads and updates the compensator's state when there is one.
+
+        Args:
+            x: this rank's contribution; left alone unless it is `out`.
+            site: where in the pass the call is.
+            compensator: whose state is used.
+            out: where the sum goes; may be x itself.
+            keep: the caller will ask for the sum again: `codes` and `restore` are needed.
 
         Raises:
             CommunicationError: another rank is missing, late beyond `timeout_s`, or makes a different call.
         """
+        ...
+
+    def exact_below_bytes(self, x: Tensor) -> int:
+        """Messages of fewer bytes are better summed by `exact_all_reduce`; 0 where it is not offered."""
+        ...
+
+    def exact_all_reduce(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
+        """The sum in FP32 in rank order, rounded once (`reference.exact_sum`)."""
+        ...
+
+    def check(self) -> None:
+        """Raises CommunicationError for a failure that calls since the last one met on the device."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Device memory that the transport keeps between calls."""
+        ...
+
+    def destroy(self) -> None:
+        """Gives its memory back; collective, and the last call."""
         ...
