@@ -1,4 +1,4 @@
-"""The command `echo-megatron`: `pretrain` (Hydra), `compare`."""
+"""The command `echo-megatron`: `pretrain` (Hydra), `compare`, `bench`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ USAGE = """usage: echo-megatron COMMAND …
   pretrain [GROUP=OPTION] [KEY=VALUE] …   pretrain a GPT; e.g. experiment=quickstart tp_comm=echo4 trainer.max_steps=100
                                           --help lists groups and keys, --cfg job prints the composed configuration
   compare RUN…                            loss curves and table of run folders; --help lists its options
+  bench                                   times all-reduces against NCCL on this machine's GPUs; --tune measures the
+                                          transport's choices and writes the table that it reads; --help lists options
 
 Exit status: 0 finished, or stopped by a signal with a checkpoint saved; 2 refused, the message says why; 3 the loss was
 not finite; anything else: a process failed."""
@@ -79,7 +81,14 @@ def compare(arguments: Sequence[str]) -> int:
     return report_main(list(arguments), prog="echo-megatron compare")
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"pretrain": pretrain, "compare": compare}
+def bench(arguments: Sequence[str]) -> int:
+    """Time all-reduces, or tune; see `echo_megatron.bench`."""
+    from echo_megatron.bench.all_reduce import main as bench_main
+
+    return bench_main(list(arguments))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"pretrain": pretrain, "compare": compare, "bench": bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,304 @@
+"""Times every row at every size in one run and writes JSON, Markdown and a figure.
+
+`echo-megatron bench` starts one process a GPU; under torchrun it runs as one of them. A row is checked before it is
+timed: Echo's against the reference bit for bit, the others' sums loosely. Results are written after every row; the
+figure is drawn from them by `--render`, where Matplotlib is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echo_megatron.bench import echo_calls, tables
+from echo_megatron.bench.baselines import Unavailable, make_baseline
+from echo_megatron.bench.critical_path import MODELS, Matmuls
+from echo_megatron.bench.memory import Memory
+from echo_megatron.bench.rows import (
+    ITEMSIZE,
+    LARGE_SIZES,
+    MIB,
+    QUICK_SIZES,
+    SMALL_SIZES,
+    SMOOTH_SIZES,
+    Row,
+    all_rows,
+    parse_size,
+    select,
+    smooth_sizes,
+)
+from echo_megatron.bench.timing import Inputs, Timer, Timing, agree_max
+from echo_megatron.bench.traffic import as_json, bound_ms, measure_ceilings, traffic
+from echo_megatron.config import TransportName
+from echo_megatron.result_files import made_by, write_results
+
+CALL_MS_UP_TO = 32 * MIB  # launching shows in small messages only
+METHOD = (
+    "Medians of {iterations} calls after {warmup} (fewer where one measurement would take over {max_s:g} s), by CUDA "
+    "events, of the slowest rank. ms: the host is ahead of the GPU and the ranks have just passed a barrier, so "
+    "launching is not in it; call_ms: idle GPU, launching included. A call takes the next of several buffers of "
+    "together 256 MiB, so inputs are not in L2; nothing else is flushed. Sums are {place}. Echo walks through the 56 "
+    "sites of a pass, the first of which reads no state. consensus: a period of back-to-back calls, each of which "
+    "waits for the update of the last. critical: matmul, call, matmul minus the matmuls alone, alternating. NCCL is "
+    "measured at the beginning and at the end, the faster counts. bytes are of BF16, a rank."
+)
+
+
+def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    names = ", ".join(dict.fromkeys(row.name for row in all_rows()))
+    parser.add_argument("--rows", nargs="+", help=f"names, of {names}; default all")
+    parser.add_argument("--policies", nargs="+", choices=["rotated", "zero_aware"], help="of Echo's rows; default both")
+    parser.add_argument("--sizes", nargs="+", type=_size, help="such as 64K 16M 1G; default 4K to 1G")
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), help="matmuls of the critical rows; default all")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and calls: a look")
+    parser.add_argument("--warmup", type=int, default=30)
+    parser.add_argument("--iterations", type=int, default=80)
+    parser.add_argument("--max-s", type=float, default=3.0, help="seconds of one measurement at most")
+    parser.add_argument("--budget-s", type=float, default=200.0, help="seconds after which the rest is left out")
+    parser.add_argument("--transport", choices=list(TransportName.__members__), default="auto", help="of Echo's rows")
+    parser.add_argument("--out-of-place", action="store_true", help="Echo's sums into a new tensor")
+    parser.add_argument("--no-check", action="store_true", help="do not compare with the reference before timing")
+    parser.add_argument("--tune", action="store_true", help="measure the p2p transport's choices and write its table")
+    parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md; with --tune the table's file")
+    parser.add_argument("--name", default="all_reduce")
+    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: Markdown and figure of a result")
+    parser.add_argument("--num-ranks", type=int, help="processes to start where torchrun did not; default all GPUs")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.warmup, options.iterations, options.max_s = 10, 30, 1.0
+    return options
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "echo-megatron bench") -> int:
+    """Entry point; returns the exit status."""
+    options = parse_arguments(arguments, prog)
+    if options.render:
+        render(options.render)
+        return 0
+    if "LOCAL_RANK" not in os.environ:
+        return _start_ranks(options.num_ranks, sys.argv[1:] if arguments is None else arguments)
+    use_cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None)
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        if options.tune:
+            from echo_megatron.bench.tune import tune
+
+            return tune(world, device, options.out)
+        return Bench(options, world, device).run()
+    finally:
+        dist.destroy_process_group()
+
+
+class Bench:
+    """One rank of a run.
+
+    Args:
+        options: see `parse_arguments`.
+        group: the ranks.
+        device: this rank's.
+
+    Raises:
+        ValueError: a row's name is unknown.
+    """
+
+    def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.options, self.device, self.group = options, device, group
+        self.rank, self.world_size = group.rank(), group.size()
+        self.start = time.monotonic()
+        self.sizes = sorted(options.sizes or (QUICK_SIZES if options.quick else (*SMALL_SIZES, *LARGE_SIZES)))
+        self.rows = [row for row in select(all_rows(), options.rows) if self._wanted(row)]
+        self.memory = Memory(max(self.sizes), group, device)
+        self.timer = Timer(device, options.warmup, options.iterations, options.max_s, self.memory.barrier)
+        self.ceilings = measure_ceilings(self.memory, self.timer)
+        self.entries: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}
+
+    def run(self) -> int:
+        """All rows, NCCL's again at the end; returns the exit status."""
+        for row in [*self.rows, self.rows[0]]:
+            start = time.monotonic()
+            self._run_row(row)
+            if self.rank == 0:
+                now = time.monotonic()
+                print(f"{now - self.start:6.1f} s  {row.key}  ({now - start:.1f} s)", flush=True)
+                if self.options.out:
+                    results = self.results()
+                    write_results(self.options.out, self.options.name, results, tables.markdown(results))
+        if self.rank == 0:
+            entries = self.results()["rows"]
+            print("\n".join([*tables.time_table(entries), "", *tables.time_table(entries, "nccl_ratio")]))
+            print("\n".join(f"left out: {name}: {why}" for name, why in self.left_out.items()))
+        return int(any(why.startswith("AssertionError") for why in self.left_out.values()))
+
+    def results(self) -> dict[str, Any]:
+        """The content of the JSON."""
+        entries = with_ratios(self.entries)
+        options = {name: value for name, value in vars(self.options).items() if name not in ("num_ranks", "render")}
+        options["sizes"] = options["sizes"] and [str(size) for size in options["sizes"]]
+        made = made_by("scripts/bench_all_reduce.py", options, self.device, "torch", "triton", "flashinfer-python")
+        made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {self.world_size}", 1)
+        place = "into a new tensor" if self.options.out_of_place else "in place"
+        return {
+            **made,
+            "date": datetime.now(UTC).date().isoformat(),
+            "world_size": self.world_size,
+            "method": METHOD.format(**vars(self.options), place=place),
+            "ceilings": as_json(self.ceilings),
+            "matmuls": {name: {"hidden": hidden, "ffn": ffn} for name, (hidden, ffn) in MODELS.items()},
+            "left_out": self.left_out,
+            "rough_places": tables.rough_places(entries),
+            "rows": entries,
+        }
+
+    def _wanted(self, row: Row) -> bool:
+        return row.policy is None or self.options.policies is None or row.policy in self.options.policies
+
+    def _run_row(self, row: Row) -> None:
+        try:
+            call = self._make(row)
+            if not self.options.no_check:
+                self._check(row, call)
+            for size, beside in self._sizes(row):
+                if agree_max(time.monotonic() - self.start, self.device) > self.options.budget_s:
+                    self.left_out[row.key] = f"--budget-s {self.options.budget_s:g}: from {size} bytes on"
+                    break
+                self._time(row, call, size, beside)
+            call.close()
+        except (Unavailable, AssertionError, ValueError, RuntimeError) as error:
+            # The ranks fail alike, or the next collective fails: what was measured is written already.
+            self.left_out[row.key] = f"{type(error).__name__}: {error}"
+
+    def _make(self, row: Row) -> Any:
+        if row.config is None:
+            return make_baseline(row, self.group, self.device, self.memory.is_symmetric)
+        config = row.config.replace(transport=TransportName[self.options.transport])
+        return echo_calls.make_echo_call(row, config, self.group, not self.options.out_of_place)
+
+    def _check(self, row: Row, call: Any) -> None:
+        if row.config is not None:
+            echo_calls.check(call, self.device)
+            if self.device.type == "cuda" and self.sizes[-1] >= LARGE_SIZES[0]:
+                echo_calls.check(call, self.device, echo_calls.CHECKED_VALUES_LARGE)
+            return
+        x = self.memory.values[: min(1 << 20, self.memory.values.numel())]
+        echo_calls.check_sum(call, x.normal_(), row.bits)
+
+    def _sizes(self, row: Row) -> list[tuple[int, bool]]:
+        """Sizes of a row, and whether they lie beside another one."""
+        sizes = [(size, False) for size in self.sizes if self.options.sizes or row.times(size)]
+        if row.smooth:
+            bases = [base for base in SMOOTH_SIZES if (base, False) in sizes]
+            sizes += [(size, True) for base in bases for size in smooth_sizes(base)]
+        return sorted(sizes)
+
+    def _time(self, row: Row, call: Any, size: int, beside: bool) -> None:
+        if row.critical:
+            for model in self.options.models if self.options.models is not None else MODELS:
+                if Matmuls.fits(model, size, self.world_size):
+                    matmuls = Matmuls(model, size, self.world_size, self.device)
+                    self._note(row, call, size, self.timer.added(matmuls.around(call), matmuls.alone), matmuls=model)
+            return
+        inputs = Inputs(self.memory.values, size // ITEMSIZE, self.timer.calls, self.world_size)
+        inputs.fill()
+
+        def lead_in() -> None:  # the timed call then waits for an update, as each does in a pass
+            inputs.before()
+            call(inputs.next())
+
+        before = lead_in if getattr(call, "leads_in", False) else inputs.before
+        timing = self.timer.measure(lambda: call(inputs.next()), before, with_call=size <= CALL_MS_UP_TO)
+        self._note(row, call, size, timing, beside=beside)
+
+    def _note(
+        self, row: Row, call: Any, size: int, timing: Timing, beside: bool = False, matmuls: str | None = None
+    ) -> None:
+        moved = traffic(row, size // ITEMSIZE, self.world_size, call.algorithm)
+        bounds = bound_ms(moved, self.ceilings) if moved and self.ceilings else (None, None)
+        fractions = [None if bound is None or timing.ms <= 0 else bound / timing.ms for bound in bounds]
+        self.entries.append(
+            {
+                "row": row.name,
+                "policy": row.policy,
+                "state_dtype": row.state_dtype,
+                "transport": getattr(call, "transport", None),
+                "algorithm": call.algorithm,
+                "bytes": size,
+                "ms": timing.ms,
+                "call_ms": timing.call_ms,
+                "wire_fraction": fractions[0],
+                "hbm_fraction": fractions[1],
+                "iterations": timing.iterations,
+                **({"matmuls": matmuls} if matmuls else {}),
+                **({"beside": True} if beside else {}),
+            }
+        )
+
+
+def with_ratios(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries with `nccl_ratio`, NCCL's time at that size divided by theirs; of NCCL's two measurements the faster.
+
+    A size beside another is compared with NCCL at the nearest size.
+    """
+    baseline: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        size = entry["bytes"]
+        if entry["row"] == "nccl16" and (size not in baseline or entry["ms"] < baseline[size]["ms"]):
+            spread = {"drift": entry["ms"] / baseline[size]["ms"] - 1} if size in baseline else {}
+            baseline[size] = {**entry, **spread}
+        elif entry["row"] == "nccl16":
+            baseline[size] = {**baseline[size], "drift": entry["ms"] / baseline[size]["ms"] - 1}
+    kept = [entry for entry in entries if entry["row"] != "nccl16"]
+
+    def ratio(entry: dict[str, Any]) -> float | None:
+        if not baseline or entry["ms"] <= 0:
+            return None
+        nearest = min(baseline, key=lambda size: abs(size - entry["bytes"]))
+        return baseline[nearest]["ms"] / entry["ms"]
+
+    return [{**entry, "nccl_ratio": ratio(entry)} for entry in (*baseline.values(), *kept)]
+
+
+def render(path: Path) -> None:
+    """Markdown and figure beside a JSON of results."""
+    from echo_megatron.bench import figures
+
+    results = json.loads(path.read_text(encoding="utf-8"))
+    write_results(path.parent, path.stem, results, tables.markdown(results))
+    figures.draw(path.with_suffix(".png"), results)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _start_ranks(num_ranks: int | None, arguments: Sequence[str]) -> int:
+    """Runs this command under torchrun on this machine; returns its exit status."""
+    count = num_ranks or torch.cuda.device_count()
+    if count < 2:
+        print(
+            f"error: --num-ranks: expected at least 2 ranks, got {count} (GPUs here); pass --num-ranks", file=sys.stderr
+        )
+        return 2
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.call([*launcher, "-m", "echo_megatron.cli", "bench", *arguments], env=environment)

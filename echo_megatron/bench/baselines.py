@@ -1,0 +1,96 @@
+"""The all-reduces of others: NCCL, PyTorch's symmetric memory, FlashInfer. One class for each, called with a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echo_megatron.bench.rows import Kind, Row
+from echo_megatron.bench.two_collective import TwoCollective
+
+
+class Unavailable(RuntimeError):
+    """A baseline does not run here; the message says why."""
+
+
+class Native:
+    """The group's own all-reduce, in place."""
+
+    algorithm: str | None = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class SymmetricMemory:
+    """PyTorch's own kernels over symmetric memory; the input must lie in it.
+
+    Args:
+        group: the process group.
+        one_shot: out of place; otherwise two-shot in place.
+    """
+
+    algorithm: str | None = None
+
+    def __init__(self, group: dist.ProcessGroup, one_shot: bool) -> None:
+        name = "one_shot_all_reduce" if one_shot else "two_shot_all_reduce_"
+        self._op: Any = getattr(torch.ops.symm_mem, name)
+        self._group_name = group.group_name
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._op(x, "sum", self._group_name)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class FlashInfer:
+    """FlashInfer's FP8 two-shot all-reduce.
+
+    Raises:
+        Unavailable: it is not installed, or too old to have it.
+    """
+
+    algorithm: str | None = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        try:
+            from flashinfer.comm import quantized_all_reduce
+        except Exception as error:  # an installation that does not fit the machine fails in many ways
+            raise Unavailable(f"flashinfer.comm.quantized_all_reduce: {type(error).__name__}: {error}") from error
+        self._all_reduce, self.group = quantized_all_reduce, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._all_reduce(x, self.group)
+
+    def close(self) -> None:
+        """Its buffer is its own affair."""
+
+
+def make_baseline(row: Row, group: dist.ProcessGroup, device: torch.device, symmetric: bool) -> Any:
+    """The call of a row that is not Echo's.
+
+    Raises:
+        Unavailable: it does not run here.
+    """
+    if row.kind is Kind.nccl:
+        return Native(group)
+    if row.kind is Kind.two_collective:
+        return TwoCollective(group, row.bits)
+    if device.type != "cuda":
+        raise Unavailable(f"needs GPUs, runs on {device.type}")
+    if row.kind is Kind.flashinfer:
+        return FlashInfer(group)
+    if not symmetric:
+        raise Unavailable("needs GPUs that reach each other's memory")
+    return SymmetricMemory(group, row.kind is Kind.symm_mem_one_shot)

@@ -1,0 +1,157 @@
+"""Echo's calls: a communicator on the sites of a pass, the compensator unfused, and the checks before timing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echo_megatron.bench.rows import Kind, Row
+from echo_megatron.bench.timing import agree_max
+from echo_megatron.communicator import Communicator
+from echo_megatron.config import Direction, EchoConfig, Residual
+from echo_megatron.reference import SimulatedGroup
+from echo_megatron.sites import Site
+
+NUM_SITES = 56  # Qwen3-0.6B: 28 layers
+CHECKED_SITES = 3
+CHECKED_VALUES = 1_000_003
+CHECKED_VALUES_LARGE = (32 << 20) + 3  # a little over 64 MiB: the other side of a table's threshold
+
+
+class EchoCall:
+    """`Communicator.all_reduce` on a pass of 56 sites, in place as Megatron calls it, or into a new tensor.
+
+    Args:
+        group: the process group.
+        config: the options.
+        in_place: the sum takes the place of x.
+        direction: the pass.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        config: EchoConfig,
+        in_place: bool = True,
+        direction: Direction = Direction.forward,
+    ) -> None:
+        self.config = config
+        self.communicator = Communicator(group, config)
+        self.in_place = in_place
+        self._sites = passes(config.bits, direction)
+
+    @property
+    def algorithm(self) -> str | None:
+        return self.communicator.transport.algorithm.name
+
+    @property
+    def transport(self) -> str:
+        return self.communicator.transport.name
+
+    @property
+    def leads_in(self) -> bool:
+        """Whether a call leaves work behind that the next one waits for: the consensus residual's update."""
+        return self.config.compensates and self.config.residual is Residual.consensus
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.communicator.all_reduce(x, next(self._sites), out=x if self.in_place else None)
+
+    def close(self) -> None:
+        self.communicator.destroy()
+
+
+class UnfusedCall(EchoCall):
+    """The paper's compensator as PyTorch operations around a call without compensation (paper Table 2, row 6)."""
+
+    _averages: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        site = next(self._sites)
+        coefficients = EchoConfig()
+        eta, a = coefficients.eta, coefficients.a
+        if self._averages is None or self._averages[0].shape != x.shape:
+            self._averages = (torch.zeros_like(x), torch.zeros_like(x))
+        slow, fast = self._averages
+        correction = (slow * (eta * a)).add_(fast, alpha=eta * (1 - a))
+        corrected = x + correction
+        y = self.communicator.all_reduce(corrected, site)
+        residual = torch.sub(corrected, y, alpha=1.0 / self.communicator.group.size())
+        slow.lerp_(residual, 1 - coefficients.beta1)
+        fast.lerp_(residual, 1 - coefficients.beta2)
+        return y
+
+
+class AutoCall(EchoCall):
+    """What a site calls: messages under `min_bytes` stay exact, the others are quantized."""
+
+    _num_bytes = 0
+
+    @property
+    def algorithm(self) -> str | None:
+        return "exact" if self._num_bytes < self.config.min_bytes else super().algorithm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._num_bytes = x.numel() * x.element_size()
+        if self._num_bytes >= self.config.min_bytes:
+            return super().__call__(x)
+        if self.communicator.transport.name == "p2p":
+            return self.communicator.exact_all_reduce(x, out=x)
+        dist.all_reduce(x, group=self.communicator.group)
+        return x
+
+
+def make_echo_call(row: Row, config: EchoConfig, group: dist.ProcessGroup, in_place: bool) -> EchoCall:
+    """The call of one of Echo's rows with the options `config`."""
+    kind = {Kind.echo: EchoCall, Kind.unfused: UnfusedCall, Kind.auto: AutoCall}[row.kind]
+    return kind(group, config, in_place)
+
+
+def passes(bits: int, direction: Direction = Direction.forward) -> Iterator[Site]:
+    """The sites of one pass after another."""
+    return itertools.cycle([Site(idx, direction, bits=bits) for idx in range(NUM_SITES)])
+
+
+def check(call: EchoCall, device: torch.device, num_values: int = CHECKED_VALUES) -> None:
+    """Compares the first sites of a pass with the reference.
+
+    Raises:
+        AssertionError: a rank's result differs in one bit; on every rank.
+    """
+    communicator = call.communicator
+    rank, world_size = communicator.group.rank(), communicator.group.size()
+    simulated = SimulatedGroup(world_size, call.config.replace(algorithm=communicator.transport.algorithm))
+    generator = torch.Generator(device).manual_seed(0)
+    different = 0
+    for idx in range(CHECKED_SITES):
+        xs = [torch.randn(num_values, generator=generator, device=device).to(torch.bfloat16) for _ in range(world_size)]
+        site = Site(idx, Direction.forward, bits=call.config.bits)
+        expected = simulated.all_reduce(xs, site)
+        x = xs[rank].clone()
+        found = communicator.all_reduce(x, site, out=x if call.in_place else None)
+        different += int((found != expected).sum())
+    if most := int(agree_max(different, device)):
+        raise AssertionError(
+            f"{communicator.describe()}: expected the reference's bits for {num_values} values at {CHECKED_SITES} "
+            f"sites, got {most} other values on one rank"
+        )
+
+
+def check_sum(call: Callable[[Tensor], Tensor], x: Tensor, bits: int) -> None:
+    """Compares a baseline's sum with the exact one, loosely: that it is a sum at all.
+
+    Raises:
+        AssertionError: it is not; on every rank.
+    """
+    world_size = dist.get_world_size()
+    xs = x.new_empty(world_size * x.numel())
+    dist.all_gather_into_tensor(xs, x.contiguous())
+    exact = xs.view(world_size, -1).float().sum(0)
+    found = call(x)
+    error = agree_max(((found.float() - exact).norm() / exact.norm()).nan_to_num(nan=torch.inf).item(), x.device)
+    limit = {4: 0.3, 8: 0.06, 16: 0.01}[bits]
+    if not error < limit:
+        raise AssertionError(f"{type(call).__name__}: expected a relative error below {limit}, got {error:.3g}")
