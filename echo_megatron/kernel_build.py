@@ -258,6 +258,16 @@ def _written_whole(path: Path) -> Iterator[Path]:
 # -- build
 
 
+def _flags(unit: Unit, sources: dict[str, str], arches: Sequence[str]) -> list[str]:
+    defines = [f"-D{name}={value}" for name, value in unit.defines]
+    if unit.source.endswith(".cu"):
+        code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in arches]
+        return [*HOST_FLAGS, *CUDA_FLAGS, *code, *defines]
+    if "ECHO_SOURCE_HASH" in sources[unit.source]:
+        defines.append(f'-DECHO_SOURCE_HASH="{source_hash(sources)}"')
+    return [*HOST_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *defines]
+
+
 class Builder:
     """One build: nvcc, the sources as they were when it began, and the architectures."""
 
@@ -267,15 +277,6 @@ class Builder:
         self.report = report
         self.nvcc = find_nvcc()
         self.version = _nvcc_version(self.nvcc)
-
-    def flags(self, unit: Unit) -> list[str]:
-        defines = [f"-D{name}={value}" for name, value in unit.defines]
-        if unit.source.endswith(".cu"):
-            code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.arches]
-            return [*HOST_FLAGS, *CUDA_FLAGS, *code, *defines]
-        if "ECHO_SOURCE_HASH" in self.sources[unit.source]:
-            defines.append(f'-DECHO_SOURCE_HASH="{source_hash(self.sources)}"')
-        return [*HOST_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *defines]
 
     def write_sources(self) -> Path:
         """A copy of the sources in the cache: what is compiled is what was hashed, whoever edits the checkout."""
@@ -287,7 +288,7 @@ class Builder:
 
     def compile(self, unit: Unit, folder: Path) -> Path:
         """The unit's object, from the cache where it is there; beside it lies what nvcc printed."""
-        flags, is_host = self.flags(unit), unit.source.endswith(".cpp")
+        flags, is_host = _flags(unit, self.sources, self.arches), unit.source.endswith(".cpp")
         texts = sorted(_with_headers(self.sources, unit.source).items())
         key = _key(texts, flags, self.version, platform.machine(), torch.__version__ if is_host else "")
         target = cache_folder() / "objects" / f"{unit.name}-{key}.o"
@@ -349,21 +350,21 @@ def build_library(arches: Sequence[str], *, report: Callable[[str], None] = _sil
         raise KernelsUnavailable(f"PyTorch {torch.__version__} is built without CUDA; install a CUDA build of it")
     arches = sorted(set(arches), key=lambda arch: (len(arch.rstrip("af")), arch))
     sources = read_sources()
-    key = _key(
-        source_hash(sources), arches, HOST_FLAGS, CUDA_FLAGS, LINK_FLAGS, torch.__version__, torch.version.cuda,
-        torch.compiled_with_cxx11_abi(), platform.machine(),
-    )  # fmt: skip
+    flags = [_flags(unit, sources, arches) for unit in units(sources)]
+    key = _key(source_hash(sources), flags, LINK_FLAGS, torch.__version__, torch.version.cuda, platform.machine())
     library = cache_folder() / key / LIBRARY_NAME
     if library.exists():
         report(f"{library}: cached")
         return library
     with _locked(library.with_name("lock"), LOCK_TIMEOUT_S):
-        if not library.exists():
-            start = time.monotonic()
-            builder = Builder(sources, arches, report)
-            logger.info("building the kernels for sm_%s", ", sm_".join(arches))
-            builder.link(builder.compile_all().values(), library)
-            report(f"{library}: {time.monotonic() - start:.1f} s")
+        if library.exists():
+            report(f"{library}: built by another process")
+            return library
+        start = time.monotonic()
+        builder = Builder(sources, arches, report)
+        logger.info("building the kernels for sm_%s", ", sm_".join(arches))
+        builder.link(builder.compile_all().values(), library)
+        report(f"{library}: {time.monotonic() - start:.1f} s")
     return library
 
 

@@ -66,11 +66,15 @@ def register_fakes() -> None:
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
 
 
-def _check_output(name: str, x: Tensor, y: Tensor) -> None:
+def _check_output(op: str, x: Tensor, y: Tensor) -> None:
     torch._check(
-        x.shape == y.shape and x.dtype == y.dtype,
-        lambda: f"{name}: expected y like x, {x.dtype} {tuple(x.shape)}, got {y.dtype} {tuple(y.shape)}",
+        x.numel() == y.numel() and x.dtype == y.dtype and x.device == y.device,
+        lambda: f"{op}: expected y like x, {_describe(x)}, got {_describe(y)}",
     )
+
+
+def _describe(x: Tensor) -> str:
+    return f"{x.numel()} of {x.dtype} on {x.device}"
 
 
 def _all_reduce(x: Tensor, y: Tensor, *_: object, **__: object) -> None:
