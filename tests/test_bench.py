@@ -92,6 +92,7 @@ class TestTraffic:
             (("echo8_local", "rotated", "bf16"), "two_shot", 1 + 1 / 32 + 16 / 4096, 4 + 8),
             (("echo4_unfused", "rotated", "bf16"), "one_shot", 0.5 + 1 / 32 + 16 / 4096, 38),
             (("auto", "rotated", "bf16"), "exact", 2, 4),
+            (("auto", "rotated", "bf16"), "native", 2, 4),
         ],
     )
     def test_bytes(self, row: tuple[str, ...], algorithm: str | None, wire: float, hbm: float) -> None:
@@ -253,7 +254,7 @@ class TestTune:
     def test_candidates_are_legal_entries(self) -> None:
         for direction in Direction:
             for size in tune.SIZES:
-                for choice in tune.candidates(direction, size):
+                for choice in tune.candidates(direction, size, 132):
                     assert Entry.from_json(Entry(choice).to_json()).choice == choice
 
     def test_the_smallest_grid_among_the_as_good(self) -> None:
@@ -369,7 +370,7 @@ def test_a_run_on_cpu(tmp_path: Path) -> None:
     assert list(results["left_out"]) == ["flashinfer_fp8"]
     entries = {(e["row"], e["bytes"]): e for e in results["rows"]}
     assert {name for name, _ in entries} == {"nccl16", *rows} - {"flashinfer_fp8"}
-    assert entries["auto", 8192]["algorithm"] == "exact" and entries["auto", 65536]["algorithm"] == "one_shot"
+    assert entries["auto", 8192]["algorithm"] == "native" and entries["auto", 65536]["algorithm"] == "one_shot"
     assert entries["echo4_paper_critical", 65536]["matmuls"] == "qwen3_0.6b"
     assert all(e["ms"] > 0 and e["nccl_ratio"] > 0 for e in results["rows"] if not e.get("matmuls"))
     assert len([size for name, size in entries if name == "echo4"]) == 2 + 3, "sizes beside 64 KiB"

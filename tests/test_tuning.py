@@ -108,7 +108,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"entries": [entry(algorithm="auto")]}, "expected one_shot or two_shot, got auto"),
         ({"entries": [entry(algorithm="ring")]}, "algorithm: expected one of auto, one_shot, two_shot, got 'ring'"),
         ({"entries": [entry(num_blocks=0)]}, "num_blocks: expected an integer from 1 to 1024, got 0"),
-        ({"entries": [entry(depth=None)]}, "depth: expected an integer from 1 to 16, got None"),
+        ({"entries": [entry(depth=None)]}, "depth: expected an integer from 1 to 4, got None"),
         ({"entries": [entry(bits=6)]}, "bits: expected one of 4, 8, got 6"),
         ({"entries": [entry(world_size=9)]}, "world_size: expected an integer from 2 to 8, got 9"),
         ({"entries": [entry(blocks=3)]}, "unknown key blocks"),

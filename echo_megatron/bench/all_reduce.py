@@ -180,6 +180,7 @@ class Bench:
                     self.left_out[row.key] = f"--budget-s {self.options.budget_s:g}: from {size} bytes on"
                     break
                 self._time(row, call, size, beside)
+                call.check()
             call.close()
         except (Unavailable, AssertionError, ValueError, RuntimeError) as error:
             # The ranks fail alike, or the next collective fails: what was measured is written already.
@@ -222,7 +223,7 @@ class Bench:
             inputs.before()
             call(inputs.next())
 
-        before = lead_in if getattr(call, "leads_in", False) else inputs.before
+        before = lead_in if call.leads_in else inputs.before
         timing = self.timer.measure(lambda: call(inputs.next()), before, with_call=size <= CALL_MS_UP_TO)
         self._note(row, call, size, timing, beside=beside)
 
@@ -237,7 +238,7 @@ class Bench:
                 "row": row.name,
                 "policy": row.policy,
                 "state_dtype": row.state_dtype,
-                "transport": getattr(call, "transport", None),
+                "transport": call.transport,
                 "algorithm": call.algorithm,
                 "bytes": size,
                 "ms": timing.ms,

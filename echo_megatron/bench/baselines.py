@@ -16,10 +16,22 @@ class Unavailable(RuntimeError):
     """A baseline does not run here; the message says why."""
 
 
-class Native:
-    """The group's own all-reduce, in place."""
+class Baseline:
+    """What the calls below share with Echo's."""
 
     algorithm: str | None = None
+    transport: str | None = None
+    leads_in = False
+
+    def check(self) -> None:
+        """Their errors are raised by the calls."""
+
+    def close(self) -> None:
+        """They hold nothing."""
+
+
+class Native(Baseline):
+    """The group's own all-reduce, in place."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -28,19 +40,14 @@ class Native:
         dist.all_reduce(x, group=self.group)
         return x
 
-    def close(self) -> None:
-        """Holds nothing."""
 
-
-class SymmetricMemory:
+class SymmetricMemory(Baseline):
     """PyTorch's own kernels over symmetric memory; the input must lie in it.
 
     Args:
         group: the process group.
         one_shot: out of place; otherwise two-shot in place.
     """
-
-    algorithm: str | None = None
 
     def __init__(self, group: dist.ProcessGroup, one_shot: bool) -> None:
         name = "one_shot_all_reduce" if one_shot else "two_shot_all_reduce_"
@@ -50,18 +57,19 @@ class SymmetricMemory:
     def __call__(self, x: Tensor) -> Tensor:
         return self._op(x, "sum", self._group_name)
 
-    def close(self) -> None:
-        """Holds nothing."""
+
+class QuantizedCollectives(TwoCollective, Baseline):
+    """See `two_collective.py`."""
+
+    algorithm = "all_to_all + all_gather"
 
 
-class FlashInfer:
+class FlashInfer(Baseline):
     """FlashInfer's FP8 two-shot all-reduce.
 
     Raises:
         Unavailable: it is not installed, or too old to have it.
     """
-
-    algorithm: str | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         try:
@@ -73,11 +81,8 @@ class FlashInfer:
     def __call__(self, x: Tensor) -> Tensor:
         return self._all_reduce(x, self.group)
 
-    def close(self) -> None:
-        """Its buffer is its own affair."""
 
-
-def make_baseline(row: Row, group: dist.ProcessGroup, device: torch.device, symmetric: bool) -> Any:
+def make_baseline(row: Row, group: dist.ProcessGroup, device: torch.device, symmetric: bool) -> Baseline:
     """The call of a row that is not Echo's.
 
     Raises:
@@ -86,7 +91,7 @@ def make_baseline(row: Row, group: dist.ProcessGroup, device: torch.device, symm
     if row.kind is Kind.nccl:
         return Native(group)
     if row.kind is Kind.two_collective:
-        return TwoCollective(group, row.bits)
+        return QuantizedCollectives(group, row.bits)
     if device.type != "cuda":
         raise Unavailable(f"needs GPUs, runs on {device.type}")
     if row.kind is Kind.flashinfer:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echo_megatron.bench.rows import Kind, Row
+from echo_megatron.bench.rows import EXACT, NATIVE, Kind, Row
 from echo_megatron.bench.timing import agree_max
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import Direction, EchoConfig, Residual
+from echo_megatron.config import Algorithm, Direction, EchoConfig, Residual
 from echo_megatron.reference import SimulatedGroup
 from echo_megatron.sites import Site
+from echo_megatron.transports.p2p import P2PTransport
 
 NUM_SITES = 56  # Qwen3-0.6B: 28 layers
+TIMEOUT_S = 20.0  # a call that hangs must not take the run's time
 CHECKED_SITES = 3
 CHECKED_VALUES = 1_000_003
 CHECKED_VALUES_LARGE = (32 << 20) + 3  # a little over 64 MiB: the other side of a table's threshold
@@ -39,26 +41,36 @@ class EchoCall:
         in_place: bool = True,
         direction: Direction = Direction.forward,
     ) -> None:
-        self.config = config
-        self.communicator = Communicator(group, config)
+        self.config = config.replace(timeout_s=min(config.timeout_s, TIMEOUT_S))
+        self.communicator = Communicator(group, self.config)
         self.in_place = in_place
-        self._sites = passes(config.bits, direction)
+        self._sites = itertools.cycle([Site(idx, direction, bits=config.bits) for idx in range(NUM_SITES)])
+        self._last: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._last = x
+        return self.communicator.all_reduce(x, next(self._sites), out=x if self.in_place else None)
+
+    @property
+    def transport(self) -> str | None:
+        return self.communicator.transport.name
 
     @property
     def algorithm(self) -> str | None:
-        return self.communicator.transport.algorithm.name
-
-    @property
-    def transport(self) -> str:
-        return self.communicator.transport.name
+        """Of the last call."""
+        assert self._last is not None
+        return algorithm_of(self.communicator, self._last, next(self._sites)).name
 
     @property
     def leads_in(self) -> bool:
         """Whether a call leaves work behind that the next one waits for: the consensus residual's update."""
         return self.config.compensates and self.config.residual is Residual.consensus
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.communicator.all_reduce(x, next(self._sites), out=x if self.in_place else None)
+    def check(self) -> None:
+        """Raises CommunicationError if a call so far failed on the GPU."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.communicator.check()
 
     def close(self) -> None:
         self.communicator.destroy()
@@ -70,7 +82,7 @@ class UnfusedCall(EchoCall):
     _averages: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        site = next(self._sites)
+        self._last, site = x, next(self._sites)
         coefficients = EchoConfig()
         eta, a = coefficients.eta, coefficients.a
         if self._averages is None or self._averages[0].shape != x.shape:
@@ -86,22 +98,26 @@ class UnfusedCall(EchoCall):
 
 
 class AutoCall(EchoCall):
-    """What a site calls: messages under `min_bytes` stay exact, the others are quantized."""
+    """What a site calls: messages under `min_bytes` are summed exactly or by the group, the others are quantized."""
 
-    _num_bytes = 0
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._is_quantized(x):
+            return super().__call__(x)
+        self._last = x
+        if self.communicator.sums_exactly(x):
+            return self.communicator.exact_all_reduce(x, next(self._sites), out=x)
+        dist.all_reduce(x, group=self.communicator.group)
+        return x
 
     @property
     def algorithm(self) -> str | None:
-        return "exact" if self._num_bytes < self.config.min_bytes else super().algorithm
+        assert self._last is not None
+        if self._is_quantized(self._last):
+            return super().algorithm
+        return EXACT if self.communicator.sums_exactly(self._last) else NATIVE
 
-    def __call__(self, x: Tensor) -> Tensor:
-        self._num_bytes = x.numel() * x.element_size()
-        if self._num_bytes >= self.config.min_bytes:
-            return super().__call__(x)
-        if self.communicator.transport.name == "p2p":
-            return self.communicator.exact_all_reduce(x, out=x)
-        dist.all_reduce(x, group=self.communicator.group)
-        return x
+    def _is_quantized(self, x: Tensor) -> bool:
+        return x.numel() * x.element_size() >= self.config.min_bytes
 
 
 def make_echo_call(row: Row, config: EchoConfig, group: dist.ProcessGroup, in_place: bool) -> EchoCall:
@@ -110,9 +126,10 @@ def make_echo_call(row: Row, config: EchoConfig, group: dist.ProcessGroup, in_pl
     return kind(group, config, in_place)
 
 
-def passes(bits: int, direction: Direction = Direction.forward) -> Iterator[Site]:
-    """The sites of one pass after another."""
-    return itertools.cycle([Site(idx, direction, bits=bits) for idx in range(NUM_SITES)])
+def algorithm_of(communicator: Communicator, x: Tensor, site: Site) -> Algorithm:
+    """The algorithm of a call: with `algorithm: auto` the p2p transport's table chooses it by message."""
+    transport = communicator.transport
+    return transport.choose(x, site).algorithm if isinstance(transport, P2PTransport) else transport.algorithm
 
 
 def check(call: EchoCall, device: torch.device, num_values: int = CHECKED_VALUES) -> None:
@@ -123,7 +140,9 @@ def check(call: EchoCall, device: torch.device, num_values: int = CHECKED_VALUES
     """
     communicator = call.communicator
     rank, world_size = communicator.group.rank(), communicator.group.size()
-    simulated = SimulatedGroup(world_size, call.config.replace(algorithm=communicator.transport.algorithm))
+    site = Site(0, Direction.forward, bits=call.config.bits)
+    algorithm = algorithm_of(communicator, torch.empty(num_values, dtype=torch.bfloat16, device=device), site)
+    simulated = SimulatedGroup(world_size, call.config.replace(algorithm=algorithm))
     generator = torch.Generator(device).manual_seed(0)
     different = 0
     for idx in range(CHECKED_SITES):
@@ -133,6 +152,7 @@ def check(call: EchoCall, device: torch.device, num_values: int = CHECKED_VALUES
         x = xs[rank].clone()
         found = communicator.all_reduce(x, site, out=x if call.in_place else None)
         different += int((found != expected).sum())
+    call.check()
     if most := int(agree_max(different, device)):
         raise AssertionError(
             f"{communicator.describe()}: expected the reference's bits for {num_values} values at {CHECKED_SITES} "

@@ -14,6 +14,7 @@ SMALL_SIZES = tuple(kib * KIB for kib in (4, 16, 64, 256, 1024, 4096, 16384, 327
 SMOOTH_SIZES = (64 * KIB, 4 * MIB, 64 * MIB)
 QUICK_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
 ITEMSIZE = 2  # BF16
+EXACT, NATIVE = "exact", "native"  # algorithms of messages that are not quantized: p2p's own, the group's
 
 
 class Kind(Enum):

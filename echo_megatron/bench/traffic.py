@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from echo_megatron.bench.memory import Memory
-from echo_megatron.bench.rows import ITEMSIZE, Kind, Row
+from echo_megatron.bench.rows import EXACT, ITEMSIZE, NATIVE, Kind, Row
 from echo_megatron.bench.timing import Timer
 from echo_megatron.config import Algorithm, EchoConfig, Residual, StateDtype
 from echo_megatron.reference import Segments, make_quantizer
@@ -74,9 +74,9 @@ def traffic(row: Row, num_values: int, world_size: int, algorithm: str | None) -
     size, share = ITEMSIZE * num_values, (world_size - 1) / world_size
     if row.kind is Kind.flashinfer:
         return None
-    if row.kind in (Kind.nccl, Kind.symm_mem_two_shot):
+    if row.kind in (Kind.nccl, Kind.symm_mem_two_shot) or algorithm == NATIVE:
         return Traffic(2 * share * size, 2 * size)
-    if row.kind is Kind.symm_mem_one_shot or algorithm == "exact":
+    if row.kind is Kind.symm_mem_one_shot or algorithm == EXACT:
         return Traffic((world_size - 1) * size, 2 * size)
     if row.kind is Kind.two_collective:
         record = num_values * (row.bits / 8 + 2 / TWO_COLLECTIVE_GROUP)

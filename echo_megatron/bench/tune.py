@@ -25,10 +25,13 @@ from echo_megatron.bench.timing import Inputs, Timer
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy
 from echo_megatron.result_files import made_by
 from echo_megatron.run_folder import write_atomic
+from echo_megatron.sites import Site
+from echo_megatron.transports.p2p import P2PTransport
 from echo_megatron.tuning import Choice, Entry, Table, user_table_path
 
 SIZES = tuple(kib * KIB for kib in (4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144))
-BLOCKS = {Direction.forward: (16, 32, 64, 132), Direction.backward: (8, 16, 24, 32)}
+# Thread blocks; forward also one for every multiprocessor.
+BLOCKS = {Direction.forward: (16, 32, 64, 96), Direction.backward: (8, 16, 24, 32)}
 DEPTHS = (1, 2, 4)
 SMALLEST_DEEP = 16 * MIB  # below it a team has few tiles: depth 1
 POLICIES = {Policy.rotated: 32, Policy.zero_aware: 128}
@@ -73,11 +76,12 @@ def dump(content: Mapping[str, Any]) -> str:
     return text.replace('"entries": []', f'"entries": [\n  {lines}\n ]') + "\n"
 
 
-def candidates(direction: Direction, num_bytes: int) -> list[Choice]:
+def candidates(direction: Direction, num_bytes: int, multiprocessors: int) -> list[Choice]:
     """The choices that are measured at a size."""
+    blocks = BLOCKS[direction] + ((multiprocessors,) if direction is Direction.forward else ())
     depths = DEPTHS if num_bytes >= SMALLEST_DEEP else (1,)
     algorithms = (Algorithm.one_shot, Algorithm.two_shot)
-    return [Choice(*values) for values in itertools.product(algorithms, BLOCKS[direction], depths)]
+    return [Choice(*values) for values in itertools.product(algorithms, blocks, depths)]
 
 
 def fastest(times: Mapping[Choice, float]) -> Choice:
@@ -114,8 +118,8 @@ def _tune_direction(
 ) -> tuple[dict[int, Choice], dict[int, float]]:
     """The choice, and its milliseconds, at each size."""
     call = EchoCall(group, config, direction=direction)
-    transport: Any = call.communicator.transport
-    if transport.name != "p2p":
+    transport = call.communicator.transport
+    if not isinstance(transport, P2PTransport):
         raise ValueError(f"--tune: expected the p2p transport, got {transport.name}; it needs GPUs with peer access")
     chosen, best = {}, {}
     for size in SIZES:
@@ -124,10 +128,11 @@ def _tune_direction(
         if direction is Direction.backward:
             measure = _backward_measure(call, inputs, timer, size, group.size())
         times = {}
-        for choice in candidates(direction, size):
+        for choice in candidates(direction, size, transport.workspace.max_blocks):
             transport.table = Table.always(choice)
             inputs.fill()
             times[choice] = measure()
+            call.check()
         chosen[size] = fastest(times)
         best[size] = times[chosen[size]]
     call.close()
@@ -162,7 +167,7 @@ def _exact_sizes(
     config: EchoConfig, times: Mapping[int, float], memory: Memory, group: dist.ProcessGroup, timer: Timer
 ) -> set[int]:
     """Sizes at which the exact sum takes no more than `EXACT_MAY_TAKE` of the quantized one."""
-    call = EchoCall(group, config)
+    call, site = EchoCall(group, config), Site(0, Direction.forward, bits=config.bits)
     found = set()
     for size in (size for size in SIZES if size <= MIB):
         inputs = Inputs(memory.values, size // ITEMSIZE, timer.calls, group.size())
@@ -170,7 +175,7 @@ def _exact_sizes(
 
         def step(inputs: Inputs = inputs) -> None:
             x = inputs.next()
-            call.communicator.exact_all_reduce(x, out=x)
+            call.communicator.exact_all_reduce(x, site, out=x)
 
         if timer.measure(step, inputs.before).ms <= times[size] * EXACT_MAY_TAKE:
             found.add(size)

@@ -25,8 +25,6 @@ class TwoCollective:
         bits: 4 or 8.
     """
 
-    algorithm = "all_to_all + all_gather"
-
     def __init__(self, group: dist.ProcessGroup, bits: int) -> None:
         self.group, self.bits = group, bits
         self.world_size = group.size()
@@ -41,9 +39,6 @@ class TwoCollective:
         gathered = torch.empty_like(sent)
         dist.all_gather_into_tensor(gathered.view(-1), own, group=self.group)
         return self.dequantize(gathered, x, length)
-
-    def close(self) -> None:
-        """Holds nothing."""
 
     def quantize(self, x: Tensor, length: int) -> Tensor:
         """[n] to uint8 [P, record]."""
