@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LIBRARY_NAME = "libecho_megatron.so"
 LOCK_TIMEOUT_S = 1800.0
+MAX_SHOWN_LINES = 40
 DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 
 # The quantizer's arithmetic is one FP32 rounding an operation: no contraction, no approximate division, no flush.
@@ -197,10 +198,19 @@ def _run(command: Sequence[str], what: str, folder: Path | None = None) -> str:
         raise KernelBuildError(f"{what}: {command[0]} did not start: {error}") from error
     if done.returncode:
         raise KernelBuildError(
-            f"{what}: {Path(command[0]).name} failed with exit status {done.returncode}\n{done.stdout.strip()}\n"
-            f"the command was: {' '.join(command)}"
+            f"{what}: {Path(command[0]).name} failed with exit status {done.returncode}\n{_shortened(done.stdout)}\n"
+            f"the command was, in {folder or Path.cwd()}: {' '.join(command)}"
         )
     return done.stdout
+
+
+def _shortened(output: str) -> str:
+    """A compiler's output; of a long one, which templates make, only the lines that name an error."""
+    lines = output.strip().splitlines()
+    if len(lines) <= MAX_SHOWN_LINES:
+        return "\n".join(lines)
+    errors = [line for line in lines if "error" in line] or lines
+    return "\n".join([*errors[:MAX_SHOWN_LINES], f"… of {len(lines)} lines; run the command for all"])
 
 
 # -- cache

@@ -173,6 +173,13 @@ class TestErrors:
         monkeypatch.setenv("FAIL_AT", "nothing")
         assert build_library(["90"]).is_file()
 
+    def test_of_a_long_message_the_errors_are_shown(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        output = "\n".join(["a warning"] * 500 + ["update.cu(7): error: no such thing"] + ["detected during"] * 500)
+        assert kernel_build._shortened(output).splitlines() == [
+            "update.cu(7): error: no such thing",
+            "… of 1001 lines; run the command for all",
+        ]
+
     def test_without_nvcc_says_what_to_do(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CUDA_HOME")
         monkeypatch.setenv("PATH", str(bench.folder))

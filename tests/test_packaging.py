@@ -239,7 +239,7 @@ class TestWheel:
         assert "License-Expression: Apache-2.0" in texts["METADATA"]
         assert "Apache License" in texts["LICENSE"]
 
-    def test_installed_away_from_the_checkout_it_finds_configuration_and_sources(self, wheel: Path, tmp_path: Path) -> None:
+    def test_away_from_the_checkout_it_finds_configuration_and_kernels(self, wheel: Path, tmp_path: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(tmp_path / "site")
         code = (
