@@ -116,7 +116,7 @@ def test_sizes_with_drawn_options(world_size, policy):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("world_size", "policy"), zip((2, 3, 4, 5, 8), POLICIES, strict=True))
+@pytest.mark.parametrize(("world_size", "policy"), [*zip((2, 3, 4, 5, 8), POLICIES, strict=True)])
 def test_ten_million_values(world_size, policy, algorithm):
     config = EchoConfig(policy=policy, group_size=group_size(policy), algorithm=algorithm)
     checked = CheckedRanks(world_size, config)

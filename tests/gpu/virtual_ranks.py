@@ -183,11 +183,12 @@ class Call:
         self.state, self.fresh, self.coefficients = None, True, [0.0] * 5
         if self.compensator is not None:
             num_bytes = num_tiles * library.state_tile_bytes(index_of(config.state_dtype))
-            self.state = compensator.raw_state((x.numel(), rank.algorithm), num_bytes, x.device)
+            num_values = make_quantizer(config, site.bits).num_basis_values(x.numel())
+            self.state = compensator.raw_state((num_values,), num_bytes, x.device)
             self.fresh, self.coefficients = compensator.is_fresh, coefficients_of(compensator)
             if self.fresh:
                 self.state.fill_(0xFF)  # NaN, so that reading it shows
-            rank.states[site.direction] = (self.state, make_quantizer(config, site.bits).num_basis_values(x.numel()))
+            rank.states[site.direction] = (self.state, num_values)
         self.updates_later = self.compensator is not None and config.residual is Residual.consensus
         self.codes = self.kept_x = None
         if keep_codes or self.updates_later:
