@@ -6,6 +6,10 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser):
+    parser.addoption("--num-calls", type=int, default=2000, help="calls of tests/gpu/test_p2p_random.py")
+
+
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
     for item in items:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from policies import group_size
-from virtual_ranks import CheckedRanks, VirtualRanks, VirtualWorkspaces, assert_same_bits
+from virtual_ranks import CheckedRanks, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
 
 from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.sites import Site
@@ -57,11 +57,6 @@ def misaligned(xs):
         storage[1:].copy_(x)
         views.append(storage[1:])
     return views
-
-
-def highest_depth(bits, dtype, algorithm):
-    """What fits into shared memory: 8-bit records and FP32 stages of depth 4 do not."""
-    return 3 if bits == 8 and dtype is torch.float32 and algorithm is Algorithm.one_shot else 4
 
 
 # -- everything with everything, at one size

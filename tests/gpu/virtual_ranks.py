@@ -50,6 +50,11 @@ def resident_blocks(world_size: int) -> int:
     return max(1, (multiprocessors - SPARE_MULTIPROCESSORS) // world_size)
 
 
+def highest_depth(bits: int, dtype: torch.dtype, algorithm: Algorithm) -> int:
+    """What fits into shared memory: the stages of FP32 values and four tiles' 8-bit codes do not."""
+    return 3 if bits == 8 and dtype is torch.float32 and algorithm is Algorithm.one_shot else MAX_DEPTH
+
+
 @dataclass
 class Failure:
     """A rank's failure record, read."""
@@ -354,9 +359,14 @@ class VirtualRanks:
         return [call.out for call in self.calls]
 
     def exact_all_reduce(
-        self, xs: Sequence[Tensor], site: Site, outs: Sequence[Tensor] | None = None, num_blocks: int | None = None
+        self,
+        xs: Sequence[Tensor],
+        site: Site,
+        outs: Sequence[Tensor] | None = None,
+        num_blocks: int | None = None,
+        wait: bool = True,
     ) -> list[Tensor]:
-        """Every rank's output of the exact one-shot; arguments as `all_reduce`."""
+        """Every rank's output of the exact one-shot; arguments as `all_reduce`, `outs` too must live until the wait."""
         outs = [poisoned_like(x) for x in xs] if outs is None else list(outs)
         memory = self.memory
         memory.fork()
@@ -377,7 +387,8 @@ class VirtualRanks:
                     slot_bytes=memory.slot_bytes,
                     timeout_s=memory.timeout_s,
                 )
-        memory.join()
+        if wait:
+            memory.join()
         return outs
 
     def state(self, direction: Direction) -> tuple[Tensor, Tensor]:
