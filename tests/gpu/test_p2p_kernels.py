@@ -7,12 +7,11 @@ import random
 import pytest
 import torch
 from policies import group_size
-from virtual_ranks import CheckedRanks, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
+from virtual_ranks import DTYPES, CheckedRanks, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
 
 from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.sites import Site
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ALGORITHMS = [Algorithm.one_shot, Algorithm.two_shot]
 POLICIES = list(Policy)
 ROTATED = (Policy.rotated, Policy.rotated_asymmetric)
@@ -99,7 +98,10 @@ def test_sizes_with_drawn_options(world_size, policy):
             "algorithm": algorithm,
         }
         config = EchoConfig(policy=policy, **options, **draw.choice(COMPENSATIONS))
-        depth, num_blocks = draw.randint(1, highest_depth(bits, dtype, algorithm)), draw.randint(1, memory.num_blocks)
+        depth, num_blocks = (
+            draw.randint(1, highest_depth(config, algorithm, bits, dtype)),
+            draw.randint(1, memory.num_blocks),
+        )
         make = draw.choice((normal, normal, wild))
         checked = CheckedRanks(world_size, config, memory=memory, depth=depth)
         for idx in range(NUM_SITES):
@@ -157,9 +159,9 @@ def test_misaligned_views(algorithm, dtype, in_place):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_messages_far_larger_than_the_ring(world_size, algorithm, depth):
-    """Two thread blocks a rank: a team has more than 80 tiles and 16 slots."""
+    """Two thread blocks a rank: a team has more than 80 tiles for 16 slots."""
     config = EchoConfig(policy=Policy.zero_aware, group_size=128, algorithm=algorithm)
-    checked = CheckedRanks(world_size, config, num_blocks=2, workspace_teams=8, depth=depth)
+    checked = CheckedRanks(world_size, config, num_blocks=2, depth=depth)
     num_values = 4096 * 8 * 16 * 5 * (world_size if algorithm is Algorithm.two_shot else 1) + 37
     for idx in range(2):
         xs = normal(world_size, num_values, torch.bfloat16, seed=idx)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from virtual_ranks import RecordedGroup, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
+from virtual_ranks import DTYPES, RecordedGroup, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
 
 from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.reference import exact_sum
@@ -57,8 +57,8 @@ class Pass:
     @classmethod
     def drawn(cls, draw, world_size, configs, highest_grid):
         config_idx = draw.randrange(len(configs))
-        algorithm = configs[config_idx].algorithm
-        dtype, num_sites = draw.choice((torch.bfloat16, torch.float16, torch.float32)), draw.randint(1, 4)
+        config = configs[config_idx]
+        dtype, num_sites = draw.choice(DTYPES), draw.randint(1, 4)
         direction = draw.choice(list(Direction))
         bits = [draw.choice((4, 8)) for _ in range(num_sites)]
         return cls(
@@ -66,7 +66,7 @@ class Pass:
             dtype,
             num_values=int(2 ** draw.uniform(0, 22)),
             sites=[Site(idx, direction, bits=bits[idx]) for idx in range(num_sites)],
-            depths=[draw.randint(1, highest_depth(b, dtype, algorithm)) for b in bits],
+            depths=[draw.randint(1, highest_depth(config, config.algorithm, b, dtype)) for b in bits],
             grids=[draw.randint(1, highest_grid) for _ in bits],
             late=draw.choice((None, *range(world_size))),
             in_place=draw.random() < 0.3,
@@ -88,7 +88,7 @@ class Rounds:
         generator = torch.Generator("cuda").manual_seed(seed)
         size = (world_size, MOST_VALUES + 8192)
         values = torch.randn(size, generator=generator, device="cuda")
-        self.values = {dtype: values.to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+        self.values = {dtype: values.to(dtype) for dtype in DTYPES}
         self.num_different = torch.zeros((), dtype=torch.int64, device="cuda")
         self.running = []
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 # One hardware queue a stream: two ranks in one queue would wait for each other. Read when the context is made.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -24,12 +26,12 @@ from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Resid
 from echo_megatron.quantizer import HEADER_BYTES, TILE_VALUES, Quantized, Quantizer
 from echo_megatron.reference import Segments, SimulatedGroup, choose_algorithm, exact_sum, make_quantizer
 from echo_megatron.sites import PassClock, Site
+from echo_megatron.workspace import MAX_DEPTH, TEAMS_A_BLOCK
 
 # Of cuda/layout.cuh and cuda/arguments.cuh.
 BLOCK_VALUES = 32
 TEAM_THREADS = TILE_VALUES // BLOCK_VALUES
-TEAMS_A_BLOCK = 4
-MAX_DEPTH = 4
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CONTROL_BYTES = 4096
 SLOT_ALIGNMENT = 128
 NUM_STAGES = 2
@@ -50,9 +52,25 @@ def resident_blocks(world_size: int) -> int:
     return max(1, (multiprocessors - SPARE_MULTIPROCESSORS) // world_size)
 
 
-def highest_depth(bits: int, dtype: torch.dtype, algorithm: Algorithm) -> int:
-    """What fits into shared memory: the stages of FP32 values and four tiles' 8-bit codes do not."""
-    return 3 if bits == 8 and dtype is torch.float32 and algorithm is Algorithm.one_shot else MAX_DEPTH
+def highest_depth(config: EchoConfig, algorithm: Algorithm, bits: int, dtype: torch.dtype) -> int:
+    """The largest depth whose tiles fit into shared memory."""
+    residual = index_of(config.residual) if config.compensates else len(Residual)
+    kernel = (bits, index_of(config.policy), index_of(algorithm), residual, index_of(config.state_dtype))
+    return _highest_depth(*kernel, DTYPES.index(dtype))
+
+
+@lru_cache
+def _highest_depth(*kernel: int) -> int:
+    ops.load()
+    for depth in range(MAX_DEPTH, 1, -1):
+        try:
+            torch.ops.echo_megatron.max_blocks(*kernel, depth)
+        except RuntimeError:
+            with suppress(RuntimeError):  # the next launch reports the error once more
+                torch.zeros(1, device="cuda")
+        else:
+            return depth
+    return 1
 
 
 @dataclass
