@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define __device__
 #define __host__
@@ -116,10 +117,6 @@ struct uint4 {
   uint32_t x, y, z, w;
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-template <typename T>
-T __ldcs(const T* source) {
-  return *source;
-}
 template <typename T>
 void __stcs(T* target, T value) {
   *target = value;

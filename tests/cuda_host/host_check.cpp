@@ -168,16 +168,16 @@ void check_state_site(int dtype, int fresh, const float* coefficients, uint8_t* 
     const unsigned at = threadIdx.x * kBlockValues;
     std::copy_n(x + at, kBlockValues, v);
     std::copy_n(u + at, kBlockValues, residual);
-    block.load(true);
     block.add_correction(v);
     block.update(residual, k);
     std::copy_n(v, kBlockValues, compensated + at);
   };
+  const std::vector<uint8_t> before(state, state + state_tile_bytes(static_cast<StateDtype>(dtype)));
   for (threadIdx.x = 0; threadIdx.x < kTeamThreads; ++threadIdx.x) {
     switch (static_cast<StateDtype>(dtype)) {
-      case StateDtype::bf16: site(BlockState<StateDtype::bf16>(state, fresh != 0)); break;
-      case StateDtype::fp32: site(BlockState<StateDtype::fp32>(state, fresh != 0)); break;
-      case StateDtype::compact: site(BlockState<StateDtype::compact>(state, fresh != 0)); break;
+      case StateDtype::bf16: site(BlockState<StateDtype::bf16>(before.data(), state, fresh != 0)); break;
+      case StateDtype::fp32: site(BlockState<StateDtype::fp32>(before.data(), state, fresh != 0)); break;
+      case StateDtype::compact: site(BlockState<StateDtype::compact>(before.data(), state, fresh != 0)); break;
     }
   }
 }
