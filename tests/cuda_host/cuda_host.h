@@ -98,12 +98,18 @@ inline uint32_t __vimin_s16x2_relu(uint32_t a, uint32_t b) {
   return result;
 }
 
-// The two instructions that block.cuh writes as assembly: `r` of `a` and `b`, NaN where one of them is.
-#define asm(...) (r = host_extremum(#__VA_ARGS__, a, b))
-inline float host_extremum(const char* instruction, float a, float b) {
+// Instructions that the headers write as assembly: tests/test_cuda_host.py puts a call `host_…` in the place of each.
+inline float host_max_NaN_f32(float a, float b) {
   if (a != a || b != b) return std::nanf("");
-  if (a == b) return std::strstr(instruction, "max.NaN") ? (std::signbit(a) ? b : a) : (std::signbit(a) ? a : b);
-  return std::strstr(instruction, "max.NaN") ? std::max(a, b) : std::min(a, b);
+  return a == b ? (std::signbit(a) ? b : a) : std::max(a, b);
+}
+inline float host_min_NaN_f32(float a, float b) { return -host_max_NaN_f32(-a, -b); }
+inline uint32_t host_lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
+  uint32_t result = 0;
+  for (int i = 0; i < 8; ++i) {
+    if (table >> i & 1u) result |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  }
+  return result;
 }
 
 // -- threads run one after the other: host_check.cpp sets threadIdx

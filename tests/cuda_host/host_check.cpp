@@ -35,6 +35,12 @@ Range group_range_of(const float* values, int num_values) {
   return range;
 }
 
+template <int kBits>
+uint8_t code_of(const uint32_t* words, int i) {
+  constexpr int kPerWord = 32 / kBits;
+  return static_cast<uint8_t>(words[i / kPerWord] >> (i % kPerWord * kBits) & ((1u << kBits) - 1));
+}
+
 // Calls `function` with the quantizer's type.
 template <typename Function>
 void dispatch(int bits, int policy, Function function) {
@@ -95,19 +101,14 @@ void check_block(int bits, int policy, int group_size, int exponent, int64_t num
         float v[kBlockValues], first[kBlockValues], sum[kBlockValues];
         uint32_t words[kBits];
         std::copy_n(values + at, kBlockValues, v);
-        Codec::template encode<false>(v, params, exponent, range.finite, words);
-        for (int i = 0; i < kBlockValues; ++i) codes[at + i] = static_cast<uint8_t>(Codec::code_at(words, i));
-        Codec::template encode<true>(v, params, exponent, range.finite, words);
-        for (int i = 0; i < kBlockValues; ++i) codes_with_residual[at + i] = static_cast<uint8_t>(Codec::code_at(words, i));
+        Codec::template encode<false>(v, params, exponent, words);
+        for (int i = 0; i < kBlockValues; ++i) codes[at + i] = code_of<kBits>(words, i);
+        Codec::template encode<true>(v, params, exponent, words);
+        for (int i = 0; i < kBlockValues; ++i) codes_with_residual[at + i] = code_of<kBits>(words, i);
         std::copy_n(v, kBlockValues, residual + at);
         std::copy_n(acc + at, kBlockValues, sum);
-        if (fast) {
-          Codec::template decode<true>(words, step, params.zero, true, first);
-          Codec::template decode<true>(words, step, params.zero, false, sum);
-        } else {
-          Codec::template decode<false>(words, step, params.zero, true, first);
-          Codec::template decode<false>(words, step, params.zero, false, sum);
-        }
+        Codec::decode(words, step, params.zero, fast, first);
+        Codec::add_decoded(words, step, params.zero, fast, sum);
         std::copy_n(first, kBlockValues, decoded + at);
         std::copy_n(sum, kBlockValues, acc + at);
       }
