@@ -23,155 +23,296 @@
 
 namespace echo {
 
-// Shared memory of a team.
-__host__ __device__ __forceinline__ int stage_bytes(Dtype dtype) {
-  return kTeamWarps * 32 * (dtype == Dtype::fp32 ? Row<float>::kBytes : Row<uint16_t>::kBytes);
-}
-__host__ __device__ __forceinline__ int own_record_bytes(int bits) { return kTeamThreads * (4 * bits + 8); }
-constexpr int kTeamScratchBytes = 256;
-__host__ __device__ __forceinline__ int team_shared_bytes(Dtype dtype, int bits, Algorithm algorithm, int depth) {
-  const int own = algorithm == Algorithm::one_shot ? (depth + 1) * own_record_bytes(bits) : 0;
-  return 2 * stage_bytes(dtype) + own + kTeamScratchBytes;
-}
+// -- shared memory of a thread block: one part a team
+
+constexpr int kMaxRing = 16;
+constexpr int kMaxEvents = 16;  // released records that the send warp may be behind
+constexpr int kAllPeers = 15;
 
 struct TeamScratch {
   float warp_amax[2][kTeamWarps];
-  int exponent[2][kMaxRanks];
-  int failed;
+  uint32_t issued[kTeamWarps];            // events whose stores this warp has done
+  uint32_t sent;                          // events that the send warp has announced
+  uint32_t finished;                      // the team makes no more events
+  uint32_t events[kMaxEvents];            // stage, peer and row of the last events
+  int event_exponent[kMaxEvents];
+  uint32_t ready[2][kMaxRanks];           // rows received, by stage and source
+  int16_t exponent[2][kMaxRanks][kMaxRing];  // of the rows received last
+  uint32_t epoch;
 };
+constexpr int kTeamScratchBytes = 1024;
 static_assert(sizeof(TeamScratch) <= kTeamScratchBytes, "the team's scratch is full");
 
-template <int kBits, Policy kPolicy, Algorithm kAlgorithm, Residual kResidual, StateDtype kState>
+__host__ __device__ __forceinline__ int stage_bytes(Dtype dtype) {
+  return kTeamWarps * 32 * row_bytes(dtype);
+}
+__host__ __device__ __forceinline__ int own_record_bytes(int bits) { return kTeamThreads * (4 * bits + 8); }
+// FP32 state is read where it lies: a copy would not fit beside the rest.
+__host__ __device__ __forceinline__ int staged_state_bytes(Residual residual, StateDtype state) {
+  if (residual == Residual::none || state == StateDtype::fp32) return 0;
+  return state_tile_bytes(state);
+}
+
+// Byte offsets in a team's shared memory.
+struct TeamLayout {
+  int own_records, state, bytes;
+  __host__ __device__ __forceinline__ TeamLayout(int bits, Algorithm algorithm, Residual residual, StateDtype state_dtype, Dtype dtype, int depth) {
+    own_records = kTeamScratchBytes + 2 * stage_bytes(dtype);
+    state = own_records + (algorithm == Algorithm::one_shot ? (depth + 1) * own_record_bytes(bits) : 0);
+    bytes = state + staged_state_bytes(residual, state_dtype);
+  }
+};
+
+// What every warp of a thread block knows of one team's part in the call.
+template <int kBits, Policy kPolicy, Algorithm kAlgorithm>
+struct TeamPlan {
+  const Arguments& a;
+  Segments segments;
+  int team, num_teams, num_rows;
+
+  __device__ __forceinline__ TeamPlan(const Arguments& arguments, int team_in_block)
+      : a(arguments), segments(arguments.num_basis_values, arguments.signals.world, arguments.group_size, kAlgorithm) {
+    // Neighbouring tiles go to different multiprocessors, so that small messages spread over the chip.
+    team = team_in_block * gridDim.x + blockIdx.x;
+    num_teams = gridDim.x * kTeams;
+    num_rows = rows_of(segments.max_tiles());
+  }
+  // Rows of this team among the first `tiles` tiles of a segment.
+  __device__ __forceinline__ int rows_of(int64_t tiles) const {
+    return team < tiles ? static_cast<int>((tiles - team + num_teams - 1) / num_teams) : 0;
+  }
+  __device__ __forceinline__ int64_t tile_of_row(int k) const { return team + static_cast<int64_t>(k) * num_teams; }
+  __device__ __forceinline__ bool has_tile(int segment, int k) const { return tile_of_row(k) < segments.tiles(segment); }
+  // Rows that arrive from a source in a stage.
+  __device__ __forceinline__ int rows_from(Stage stage, int source) const {
+    if (kAlgorithm == Algorithm::one_shot) return stage == Stage::push ? num_rows : 0;
+    return rows_of(segments.tiles(stage == Stage::push ? a.signals.rank : source));
+  }
+  __device__ __forceinline__ int64_t slot_idx(Stage stage, int receiver, int source, uint32_t tile_number) const {
+    return a.workspace.slot_idx(stage, receiver, source, team, tile_number);
+  }
+  __device__ __forceinline__ uint64_t* flag(Stage stage, int receiver, int source, uint32_t tile_number) const {
+    return reinterpret_cast<uint64_t*>(a.signals.peers[receiver] + a.workspace.flag_offset(slot_idx(stage, receiver, source, tile_number)));
+  }
+  __device__ __forceinline__ uint8_t* slot(Stage stage, int receiver, int source, uint32_t tile_number) const {
+    return a.signals.peers[receiver] + a.workspace.slot_offset(slot_idx(stage, receiver, source, tile_number));
+  }
+  __device__ __forceinline__ uint32_t* epoch_word() const {
+    return reinterpret_cast<uint32_t*>(a.signals.peers[a.signals.rank] + a.workspace.epoch_offset(team));
+  }
+};
+
+__device__ __forceinline__ TeamScratch* scratch_of(uint8_t* shared, int team_bytes, int team_in_block) {
+  return reinterpret_cast<TeamScratch*>(shared + team_in_block * team_bytes);
+}
+
+// A team's tiles of one segment. Row k starts at value first + k * stride.
+struct SegmentRows {
+  int64_t first, end;
+  int rows;   // that exist
+  int whole;  // whose tile x fills
+  uint8_t* state;
+
+  __device__ __forceinline__ int64_t value(int k, int stride) const { return first + static_cast<int64_t>(k) * stride; }
+};
+
+// kPair: two ranks, BF16, aligned tensors, known when the kernel is compiled. Anything else runs with kPair false.
+template <int kBits, Policy kPolicy, Algorithm kAlgorithm, Residual kResidual, StateDtype kState, bool kPair>
 class Team {
   using Q = Quantizer<kBits, kPolicy>;
   using Codec = BlockCodec<kBits, kPolicy>;
   static constexpr bool kOneShot = kAlgorithm == Algorithm::one_shot;
   static constexpr bool kLocal = kResidual == Residual::local;
   static constexpr bool kCompensates = kResidual != Residual::none;
+  static constexpr bool kStagesState = kCompensates && kState != StateDtype::fp32;
   // One-shot charges the output's rounding to the segment's would-be owner, who knows it only in the tail.
   static constexpr bool kLateUpdate = kLocal && kOneShot && !Q::kRotates;
 
  public:
-  __device__ __forceinline__ Team(const Arguments& arguments, uint8_t* shared, int call_exponent)
+  __device__ __forceinline__ Team(const Arguments& arguments, uint8_t* shared, const TeamLayout& layout, int call_exponent, const uint32_t* failed)
       : a_(arguments),
         s_(arguments.signals),
-        layout_(kBits, kPolicy, kBlockValues << arguments.group_shift),
-        segments_(arguments.num_basis_values, arguments.signals.world, kBlockValues << arguments.group_shift, kAlgorithm),
-        call_exponent_(call_exponent) {
-    team_in_block_ = threadIdx.x / kTeamThreads;
-    thread_ = threadIdx.x % kTeamThreads;
-    // Neighbouring tiles go to different multiprocessors, so that small messages spread over the chip.
-    team_ = team_in_block_ * gridDim.x + blockIdx.x;
-    num_teams_ = gridDim.x * kTeams;
-    shared_ = shared + team_in_block_ * team_shared_bytes(a_.dtype, kBits, kAlgorithm, a_.depth);
-    scratch_ = reinterpret_cast<TeamScratch*>(shared_);
-    stages_ = shared_ + kTeamScratchBytes;
-    own_records_ = stages_ + 2 * stage_bytes(a_.dtype);
-    const int64_t tiles = segments_.max_tiles();
-    num_rows_ = team_ < tiles ? static_cast<int>((tiles - team_ + num_teams_ - 1) / num_teams_) : 0;
+        plan_(arguments, threadIdx.x / kTeamThreads),
+        slot_layout_(kBits, kPolicy, arguments.group_size),
+        call_exponent_(call_exponent),
+        failed_(failed),
+        thread_(threadIdx.x % kTeamThreads) {
+    uint8_t* own = shared + threadIdx.x / kTeamThreads * layout.bytes;
+    scratch_ = reinterpret_cast<TeamScratch*>(own);
+    stages_ = own + kTeamScratchBytes;
+    own_records_ = own + layout.own_records;
+    staged_state_ = own + layout.state;
+    epoch_ = scratch_->epoch;
+    row_stride_ = plan_.num_teams * kTileValues;
+    if (kOneShot || kPair) own_rows_ = rows_of(kOneShot ? 0 : s_.rank);
+    if (kPair) {
+      const int peer = 1 - s_.rank;
+      if (!kOneShot) {
+        peer_rows_ = rows_of(peer);
+        gather_ring_ = plan_.slot(Stage::gather, peer, s_.rank, 0);
+        gathered_ring_ = plan_.slot(Stage::gather, s_.rank, peer, 0);
+      }
+      push_ring_ = plan_.slot(Stage::push, peer, s_.rank, 0);
+      pushed_ring_ = plan_.slot(Stage::push, s_.rank, peer, 0);
+    }
   }
 
-  __device__ void run() {
-    if (num_rows_ == 0) return;
-    uint32_t* epoch = reinterpret_cast<uint32_t*>(s_.peers[s_.rank] + a_.workspace.epoch_offset(team_));
-    epoch_ = *epoch;
-    if (thread_ == 0) scratch_->failed = 0;
-    sync();
+  __device__ __forceinline__ void run() {
+    const int num_rows = plan_.num_rows;
     const int lag = kOneShot ? a_.depth : 2 * a_.depth;
-    cursor_k_ = 0;
-    cursor_i_ = 0;
     prefetch();
+    prefetch_state();
+    commit_stage();
     int done = 0;
-    for (int k = 0; k < num_rows_ + lag; ++k) {
-      if (k < num_rows_) push(k);
-      if (!kOneShot && k >= a_.depth && k - a_.depth < num_rows_ && !reduce(k - a_.depth)) break;
+    _Pragma("unroll 1") for (int k = 0; k < num_rows + lag; ++k) {
+      // Received codes start on their way into registers before the work that hides it.
+      if (k >= lag && !receive_tail(k - lag)) break;
+      if (k < num_rows) push(k);
+      if (!kOneShot && k >= a_.depth && k - a_.depth < num_rows && !reduce(k - a_.depth)) break;
       if (k >= lag) {
-        if (!tail(k - lag)) break;
+        tail(k - lag);
         done = k - lag + 1;
       }
     }
     wait_stage<0>();
-    if (done < num_rows_) poison(done);
-    if (thread_ == 0) *epoch = epoch_ + static_cast<uint32_t>(num_rows_);
+    if (done < num_rows) poison(done);
+    __syncwarp();
+    if ((thread_ & 31) == 0) atomicAdd(&scratch_->finished, 1u);
+    sync();
+    if (thread_ == 0 && num_rows > 0) *plan_.epoch_word() = epoch_ + static_cast<uint32_t>(num_rows);
   }
 
  private:
+  // -- the call, as far as it is known when the kernel is compiled
+
+  __device__ __forceinline__ int world() const { return kPair ? 2 : s_.world; }
+  __device__ __forceinline__ Dtype dtype() const { return kPair ? Dtype::bf16 : a_.dtype; }
+  __device__ __forceinline__ bool aligned() const { return kPair || a_.aligned; }
+  // The i-th rank after this one, i from 1.
+  __device__ __forceinline__ int peer_at(int i) const {
+    if (kPair) return 1 - s_.rank;
+    const int peer = s_.rank + i;
+    return peer >= s_.world ? peer - s_.world : peer;
+  }
+
   // -- where things are
 
-  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(team_in_block_ + 1), "n"(kTeamThreads) : "memory"); }
-  __device__ __forceinline__ int64_t tile_of_row(int k) const { return team_ + static_cast<int64_t>(k) * num_teams_; }
-  __device__ __forceinline__ bool has_tile(int segment, int k) const { return tile_of_row(k) < segments_.tiles(segment); }
-  __device__ __forceinline__ int64_t first_value(int segment, int k) const { return segments_.begin(segment) + tile_of_row(k) * kTileValues; }
-  __device__ __forceinline__ int64_t tile_idx(int segment, int k) const { return segment * segments_.max_tiles() + tile_of_row(k); }
-  __device__ __forceinline__ int segment_of(int peer) const { return kOneShot ? 0 : peer; }
-  // Warp's rows in the stage buffer that holds, or last held, the tile being encoded.
-  __device__ __forceinline__ uint8_t* warp_rows(int stage) const {
-    return stages_ + stage * stage_bytes(a_.dtype) + (thread_ >> 5) * 32 * row_bytes(a_.dtype);
+  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(threadIdx.x / kTeamThreads) + 1), "n"(kTeamThreads) : "memory"); }
+  __device__ __forceinline__ int64_t tile_idx(int segment, int k) const {
+    return (kOneShot ? 0 : segment * plan_.segments.max_tiles()) + plan_.tile_of_row(k);
   }
-  __device__ __forceinline__ uint8_t* own_row(int stage) const { return warp_rows(stage) + (thread_ & 31) * row_bytes(a_.dtype); }
-  __device__ __forceinline__ int64_t warp_first(int segment, int k) const { return first_value(segment, k) + (thread_ >> 5) * 32 * kBlockValues; }
-  __device__ __forceinline__ int64_t x_end(int segment) const { return min64(segments_.end(segment), a_.num_values); }
-  __device__ __forceinline__ int valid_values(int segment, int k) const {
-    const int64_t left = segments_.end(segment) - (first_value(segment, k) + thread_ * kBlockValues);
+  __device__ __forceinline__ SegmentRows rows_of(int segment) const {
+    SegmentRows rows;
+    rows.first = plan_.segments.begin(segment) + static_cast<int64_t>(plan_.team) * kTileValues;
+    rows.end = min64(plan_.segments.end(segment), a_.num_values);
+    rows.rows = plan_.rows_of(plan_.segments.tiles(segment));
+    rows.whole = rows.rows;
+    if (rows.rows > 0 && rows.value(rows.rows - 1, row_stride_) + kTileValues > rows.end) --rows.whole;
+    rows.state = kCompensates ? a_.state + tile_idx(segment, 0) * state_tile_bytes(kState) : nullptr;
+    return rows;
+  }
+  // Known beforehand for one-shot and for two ranks; otherwise worked out where it is needed.
+  __device__ __forceinline__ SegmentRows segment_rows(int segment) const {
+    if (kOneShot) return own_rows_;
+    if (kPair) return segment == s_.rank ? own_rows_ : peer_rows_;
+    return rows_of(segment);
+  }
+  __device__ __forceinline__ bool has_tile(int segment, int k) const {
+    if (kOneShot) return k < plan_.num_rows;
+    return kPair ? k < (segment == s_.rank ? own_rows_ : peer_rows_).rows : plan_.has_tile(segment, k);
+  }
+  __device__ __forceinline__ int warp_values() const { return (thread_ >> 5) * 32 * kBlockValues; }
+  __device__ __forceinline__ uint8_t* warp_rows(int stage) const {
+    return stages_ + stage * stage_bytes(dtype()) + (thread_ >> 5) * 32 * row_bytes(dtype());
+  }
+  __device__ __forceinline__ uint8_t* own_row(int stage) const { return stages_ + stage * stage_bytes(dtype()) + thread_ * row_bytes(dtype()); }
+  __device__ __forceinline__ int valid_values(const SegmentRows& rows, int segment, int k) const {
+    if (k < rows.whole) return kBlockValues;
+    const int64_t end = Q::kRotates ? plan_.segments.end(segment) : rows.end;
+    const int64_t left = end - (rows.value(k, row_stride_) + thread_ * kBlockValues);
     return left <= 0 ? 0 : (left < kBlockValues ? static_cast<int>(left) : kBlockValues);
   }
-  __device__ __forceinline__ uint8_t* slot(Stage stage, int receiver, int source, int k) const {
-    const int64_t idx = a_.workspace.slot_idx(stage, receiver, source, team_, epoch_ + k);
-    return s_.peers[receiver] + a_.workspace.slot_offset(idx);
+  // Slots of the first peer's rings are used most: their places are worked out once.
+  __device__ __forceinline__ uint8_t* in_ring(uint8_t* ring, int k) const {
+    return ring + ((epoch_ + k) & static_cast<uint32_t>(a_.workspace.ring - 1)) * static_cast<uint32_t>(a_.workspace.slot_bytes);
   }
-  __device__ __forceinline__ uint32_t* flag(Stage stage, int receiver, int source, int k) const {
-    const int64_t idx = a_.workspace.slot_idx(stage, receiver, source, team_, epoch_ + k);
-    return reinterpret_cast<uint32_t*>(s_.peers[receiver] + a_.workspace.flag_offset(idx));
+  __device__ __forceinline__ uint8_t* sent_slot(Stage stage, int peer, int k) const {
+    if (kPair) return in_ring(stage == Stage::push ? push_ring_ : gather_ring_, k);
+    return plan_.slot(stage, peer, s_.rank, epoch_ + k);
+  }
+  __device__ __forceinline__ const uint8_t* received_slot(Stage stage, int source, int k) const {
+    if (kPair) return in_ring(stage == Stage::push ? pushed_ring_ : gathered_ring_, k);
+    return plan_.slot(stage, s_.rank, source, epoch_ + k);
   }
   __device__ __forceinline__ uint8_t* kept_record(int source, int segment, int k) const {
-    const int64_t idx = kOneShot ? source * segments_.max_tiles() + tile_of_row(k) : tile_idx(segment, k);
-    return a_.codes + idx * layout_.bytes;
+    const int64_t idx = kOneShot ? source * plan_.segments.max_tiles() + plan_.tile_of_row(k) : tile_idx(segment, k);
+    return a_.codes + idx * slot_layout_.bytes;
   }
-  __device__ __forceinline__ uint8_t* state_tile(int segment, int k) const {
-    return a_.state + tile_idx(segment, k) * state_tile_bytes(kState);
+  __device__ __forceinline__ uint8_t* state_tile(const SegmentRows& rows, int k) const {
+    return rows.state + static_cast<int64_t>(k) * (num_teams() * state_tile_bytes(kState));
+  }
+  __device__ __forceinline__ int num_teams() const { return plan_.num_teams; }
+
+  __device__ __forceinline__ void copy_in(const SegmentRows& rows, int k, uint8_t* target) const {
+    const int64_t first = rows.value(k, row_stride_) + warp_values();
+    if (kPair && k < rows.whole) stage_in_whole<1>(target, a_.x + (first << 1));
+    else stage_in(target, a_.x, first, rows.end, dtype(), aligned());
+  }
+  __device__ __forceinline__ void copy_out(const SegmentRows& rows, int k, const uint8_t* source, uint8_t* y, bool is_aligned) const {
+    const int64_t first = rows.value(k, row_stride_) + warp_values();
+    if (kPair && k < rows.whole) stage_out_whole<1>(source, y + (first << 1));
+    else stage_out(source, y, first, rows.end, dtype(), is_aligned);
   }
 
-  // -- the order in which tiles of x are read, one ahead of the encoder
+  // -- tiles of x are read one ahead of the encoder, in its order
 
-  // The i-th tile of iteration k: 1 to world - 1 push (one-shot: 1 only), `world` is the own segment's tile of row k - depth.
+  // The i-th tile of iteration k: 1 to world - 1 are pushed, `world` is the own segment's tile of row k - depth.
   __device__ __forceinline__ bool tile_at(int k, int i, int& segment, int& row) const {
-    if (kOneShot) {
-      segment = 0;
-      row = k;
-      return i == 1 && k < num_rows_;
-    }
-    const bool own = i == s_.world;
-    segment = own ? s_.rank : (s_.rank + i) % s_.world;
+    const bool own = i == world();
+    segment = own ? s_.rank : peer_at(i);
     row = own ? k - a_.depth : k;
-    return row >= 0 && row < num_rows_ && has_tile(segment, row);
+    return row >= 0 && row < plan_.num_rows && has_tile(segment, row);
   }
 
   __device__ __forceinline__ void prefetch() {
-    const int last = num_rows_ + (kOneShot ? 0 : a_.depth);
-    const int steps = kOneShot ? 1 : s_.world;
-    int segment = 0, row = 0;
-    bool found = false;
-    while (!found && cursor_k_ < last) {
-      if (++cursor_i_ > steps) {
-        cursor_i_ = 0;
-        ++cursor_k_;
-        continue;
+    if (kOneShot) {
+      next_row_ = cursor_k_++;
+      next_valid_ = next_row_ < plan_.num_rows;
+    } else {
+      const int last = plan_.num_rows + a_.depth;
+      next_valid_ = false;
+      _Pragma("unroll 1") while (!next_valid_ && cursor_k_ < last) {
+        if (++cursor_i_ > world()) {
+          cursor_i_ = 0;
+          ++cursor_k_;
+          continue;
+        }
+        next_valid_ = tile_at(cursor_k_, cursor_i_, next_segment_, next_row_);
       }
-      found = tile_at(cursor_k_, cursor_i_, segment, row);
     }
-    if (found) stage_in(warp_rows(next_stage_), a_.x, warp_first(segment, row), x_end(segment), a_.dtype, a_.aligned);
+    if (next_valid_) copy_in(segment_rows(next_segment_), next_row_, warp_rows(next_stage_));
     commit_stage();
     next_stage_ ^= 1;
+  }
+
+  // The state of the tile that comes next, once this tile's is used. Each thread copies what it will read.
+  __device__ __forceinline__ void prefetch_state() {
+    if (!kStagesState || a_.fresh || !next_valid_) return;
+    BlockState<kState>::copy_async(staged_state_, state_tile(segment_rows(next_segment_), next_row_), kLocal);
+  }
+  __device__ __forceinline__ BlockState<kState> state_of(int segment, int k) const {
+    uint8_t* tile = kCompensates ? state_tile(segment_rows(segment), k) : nullptr;
+    return BlockState<kState>(kStagesState ? staged_state_ : tile, tile, a_.fresh);
   }
 
   // Takes the prefetched tile into registers, in the basis, and starts the copy of the next one.
   __device__ __forceinline__ void take_tile(int segment, int k, float (&v)[kBlockValues]) {
     prefetch();
-    wait_stage<1>();
+    wait_stage<1>();       // all but the copy that has just begun: this tile and its state
     stage_ = next_stage_;  // two prefetches on, the tile lies in the stage that comes next
-    read_row(own_row(stage_), a_.dtype, v);
+    read_row(own_row(stage_), dtype(), v);
     if (kResidual == Residual::consensus && a_.kept_x != nullptr)
-      stage_out(warp_rows(stage_), a_.kept_x, warp_first(segment, k), x_end(segment), a_.dtype, true);
+      copy_out(segment_rows(segment), k, warp_rows(stage_), a_.kept_x, true);
     __syncwarp();
     if (Q::kRotates) hadamard(v);
   }
@@ -208,7 +349,7 @@ class Team {
       record.exponent = exponent_for(fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w)), kTileTargetExponent);
     }
     record.params = Q::parameters(lo, hi, finite, record.exponent);
-    Codec::template encode<kWantResidual>(v, record.params, record.exponent, finite, record.words);
+    Codec::template encode<kWantResidual>(v, record.params, record.exponent, record.words);
   }
 
   __device__ __forceinline__ void store(uint8_t* target, const Record& record) const {
@@ -216,18 +357,19 @@ class Team {
     ECHO_UNROLL for (int j = 0; j < kBits / 4; ++j)
       codes[j * kTeamThreads] = make_uint4(record.words[4 * j], record.words[4 * j + 1], record.words[4 * j + 2], record.words[4 * j + 3]);
     if ((thread_ & ((1 << a_.group_shift) - 1)) == 0) {
-      uint8_t* params = target + layout_.params + (thread_ >> a_.group_shift) * Q::kParamBytes;
+      uint8_t* params = target + slot_layout_.params + (thread_ >> a_.group_shift) * Q::kParamBytes;
       if (Q::kParamBytes == 1) *params = static_cast<uint8_t>(record.params.stored);
       else if (Q::kParamBytes == 2) *reinterpret_cast<uint16_t*>(params) = static_cast<uint16_t>(record.params.stored);
       else *reinterpret_cast<uint32_t*>(params) = record.params.stored;
     }
     if (thread_ == 0)
-      *reinterpret_cast<uint4*>(target + layout_.header) = make_uint4(static_cast<uint32_t>(record.exponent) & 0xffffu, a_.signature, 0u, 0u);
+      *reinterpret_cast<uint4*>(target + slot_layout_.header) = make_uint4(static_cast<uint32_t>(record.exponent) & 0xffffu, a_.signature, 0u, 0u);
   }
 
-  // All threads: this block's part of a received record. Stores of peers are seen past L1 only.
-  __device__ __forceinline__ void load(const uint8_t* source, Record& record) const {
-    const uint4* codes = reinterpret_cast<const uint4*>(source) + thread_;
+  // This block's part of row k's record from a source; its exponent came through the receive warp.
+  __device__ __forceinline__ void load_received(Stage stage, int source, int k, Record& record) const {
+    const uint8_t* from = received_slot(stage, source, k);
+    const uint4* codes = reinterpret_cast<const uint4*>(from) + thread_;
     ECHO_UNROLL for (int j = 0; j < kBits / 4; ++j) {
       const uint4 chunk = __ldcg(codes + j * kTeamThreads);
       record.words[4 * j] = chunk.x;
@@ -235,42 +377,39 @@ class Team {
       record.words[4 * j + 2] = chunk.z;
       record.words[4 * j + 3] = chunk.w;
     }
-    const uint8_t* params = source + layout_.params + (thread_ >> a_.group_shift) * Q::kParamBytes;
-    uint32_t stored;
-    if (Q::kParamBytes == 1) stored = __ldcg(params);
-    else if (Q::kParamBytes == 2) stored = __ldcg(reinterpret_cast<const uint16_t*>(params));
-    else stored = __ldcg(reinterpret_cast<const uint32_t*>(params));
-    record.params = Q::read(stored);
+    const uint8_t* params = from + slot_layout_.params + (thread_ >> a_.group_shift) * Q::kParamBytes;
+    if (Q::kParamBytes == 1) record.params.stored = __ldcg(params);
+    else if (Q::kParamBytes == 2) record.params.stored = __ldcg(reinterpret_cast<const uint16_t*>(params));
+    else record.params.stored = __ldcg(reinterpret_cast<const uint32_t*>(params));
+    record.exponent = scratch_->exponent[static_cast<int>(stage)][source][k & (kMaxRing - 1)];
   }
 
-  // Stores are done; the receivers may read. The barrier makes the team's stores the releasing thread's own.
-  __device__ __forceinline__ void release(Stage stage, int k, int only_peer) const {
-    sync();
-    if (thread_ < s_.world && thread_ != s_.rank && (only_peer < 0 || thread_ == only_peer))
-      store_release(flag(stage, thread_, s_.rank, k), flag_value(epoch_ + k));
-  }
-
-  // Waits for the records of row k from every source (or one), checks that they are of this call, and hands their exponents to
-  // the team. False: a wait was given up, here or by another thread of the team.
-  __device__ __forceinline__ bool receive(Stage stage, int k, int segment) {
-    exponent_parity_ ^= 1;
-    const bool gather = stage == Stage::gather;
-    const int source = thread_;
-    if (source < s_.world && source != s_.rank && (!gather || has_tile(source, k))) {
-      const uint32_t expected = flag_value(epoch_ + k);
-      bool ok = wait_flag(s_, flag(stage, s_.rank, source, k), expected, source, stage, tile_of_row(k));
-      if (ok) {
-        const uint4 header = __ldcg(reinterpret_cast<const uint4*>(slot(stage, s_.rank, source, k) + layout_.header));
-        if (header.y != a_.signature) {
-          report(s_, Failure::mismatch, source, stage, tile_of_row(k), a_.signature, header.y);
-          ok = false;
-        }
-        scratch_->exponent[exponent_parity_][source] = static_cast<int16_t>(header.x & 0xffffu);
+  // Hands the record to the send warp, once this warp's stores are done; it announces what all four warps have handed over.
+  __device__ __forceinline__ void release(Stage stage, int k, int peer, int exponent) {
+    __syncwarp();
+    if ((thread_ & 31) == 0) {
+      if (thread_ == 0) {
+        while (num_events_ - load_acquire_shared(&scratch_->sent) >= kMaxEvents) __nanosleep(20);
+        scratch_->events[num_events_ % kMaxEvents] = static_cast<uint32_t>(k) << 5 | static_cast<uint32_t>(peer) << 1 | static_cast<uint32_t>(stage);
+        scratch_->event_exponent[num_events_ % kMaxEvents] = exponent;
       }
-      if (!ok) scratch_->failed = 1;
+      store_release_shared(&scratch_->issued[thread_ >> 5], num_events_ + 1);
     }
-    sync();
-    return scratch_->failed == 0;
+    ++num_events_;
+  }
+
+  // Waits until the receive warp has row k of every source that sends one. False once the call has failed.
+  __device__ __forceinline__ bool wait_ready(Stage stage, int k) const {
+    _Pragma("unroll 1") for (int i = 1; i < world(); ++i) {
+      const int source = peer_at(i);
+      if (!kOneShot && !has_tile(stage == Stage::push ? s_.rank : source, k)) continue;
+      const uint32_t* ready = &scratch_->ready[static_cast<int>(stage)][source];
+      while (load_acquire_shared(ready) <= static_cast<uint32_t>(k)) {
+        if (load_acquire_shared(failed_) != 0u) return false;
+        __nanosleep(20);
+      }
+    }
+    return true;
   }
 
   // -- phase 1
@@ -280,49 +419,46 @@ class Team {
       push_tile(0, k);
       return;
     }
-    for (int i = 1; i < s_.world; ++i) {
-      const int peer = (s_.rank + i) % s_.world;
-      if (has_tile(peer, k)) push_tile(peer, k);
-    }
+    _Pragma("unroll 1") for (int i = 1; i < world(); ++i)
+      if (has_tile(peer_at(i), k)) push_tile(peer_at(i), k);
   }
 
   __device__ __forceinline__ void push_tile(int segment, int k) {
     float v[kBlockValues];
-    BlockState<kState> state(kCompensates ? state_tile(segment, k) : nullptr, a_.fresh);
-    if (kCompensates) state.load(kLocal);
     take_tile(segment, k, v);
+    const BlockState<kState> state = state_of(segment, k);
     if (kCompensates) state.add_correction(v);
-    const int valid = valid_values(segment, k);
     Record record;
-    encode<kLocal && !kLateUpdate>(v, valid, record);
+    encode<kLocal && !kLateUpdate>(v, valid_values(segment_rows(segment), segment, k), record);
     if (kOneShot) {
-      for (int i = 1; i < s_.world; ++i) {
-        const int peer = (s_.rank + i) % s_.world;
-        store(slot(Stage::push, peer, s_.rank, k), record);
-      }
-      release(Stage::push, k, -1);
+      _Pragma("unroll 1") for (int i = 1; i < world(); ++i) store(sent_slot(Stage::push, peer_at(i), k), record);
+      release(Stage::push, k, kAllPeers, record.exponent);
       keep_own(k, record);
       if (a_.codes != nullptr) store(kept_record(s_.rank, 0, k), record);
     } else {
-      store(slot(Stage::push, segment, s_.rank, k), record);
-      release(Stage::push, k, segment);
+      store(sent_slot(Stage::push, segment, k), record);
+      release(Stage::push, k, segment, record.exponent);
     }
     if (kLocal && !kLateUpdate) state.update(v, a_.coefficients);
+    prefetch_state();
+    commit_stage();
   }
 
   // One-shot: each thread keeps its own block's codes until the tail of the tile.
-  __device__ __forceinline__ uint8_t* own_record(int k) const { return own_records_ + (k % (a_.depth + 1)) * own_record_bytes(kBits); }
+  __device__ __forceinline__ uint8_t* own_record(int place) const { return own_records_ + place * own_record_bytes(kBits); }
+  __device__ __forceinline__ int next_place(int place) const { return place == a_.depth ? 0 : place + 1; }
 
-  __device__ __forceinline__ void keep_own(int k, const Record& record) const {
-    uint4* codes = reinterpret_cast<uint4*>(own_record(k)) + thread_;
+  __device__ __forceinline__ void keep_own(int, const Record& record) {
+    uint4* codes = reinterpret_cast<uint4*>(own_record(keep_place_)) + thread_;
     ECHO_UNROLL for (int j = 0; j < kBits / 4; ++j)
       codes[j * kTeamThreads] = make_uint4(record.words[4 * j], record.words[4 * j + 1], record.words[4 * j + 2], record.words[4 * j + 3]);
-    uint2* rest = reinterpret_cast<uint2*>(own_record(k) + kTeamThreads * 4 * kBits) + thread_;
+    uint2* rest = reinterpret_cast<uint2*>(own_record(keep_place_) + kTeamThreads * 4 * kBits) + thread_;
     *rest = make_uint2(record.params.stored, static_cast<uint32_t>(record.exponent));
+    keep_place_ = next_place(keep_place_);
   }
 
-  __device__ __forceinline__ void recall_own(int k, Record& record) const {
-    const uint4* codes = reinterpret_cast<const uint4*>(own_record(k)) + thread_;
+  __device__ __forceinline__ void recall_own(Record& record) {
+    const uint4* codes = reinterpret_cast<const uint4*>(own_record(recall_place_)) + thread_;
     ECHO_UNROLL for (int j = 0; j < kBits / 4; ++j) {
       const uint4 chunk = codes[j * kTeamThreads];
       record.words[4 * j] = chunk.x;
@@ -330,9 +466,10 @@ class Team {
       record.words[4 * j + 2] = chunk.z;
       record.words[4 * j + 3] = chunk.w;
     }
-    const uint2 rest = reinterpret_cast<const uint2*>(own_record(k) + kTeamThreads * 4 * kBits)[thread_];
-    record.params = Q::read(rest.x);
+    const uint2 rest = reinterpret_cast<const uint2*>(own_record(recall_place_) + kTeamThreads * 4 * kBits)[thread_];
+    record.params.stored = rest.x;
     record.exponent = static_cast<int>(rest.y);
+    recall_place_ = next_place(recall_place_);
   }
 
   // -- phase 2
@@ -340,93 +477,104 @@ class Team {
   __device__ __forceinline__ bool reduce(int k) {
     const int segment = s_.rank;
     if (!has_tile(segment, k)) return true;
-    if (!receive(Stage::push, k, segment)) return false;
-    float v[kBlockValues], sum[kBlockValues];
-    BlockState<kState> state(kCompensates ? state_tile(segment, k) : nullptr, a_.fresh);
-    if (kCompensates) state.load(kLocal);
+    if (!wait_ready(Stage::push, k)) return false;
+    Record received;
+    load_received(Stage::push, kPair ? peer_at(1) : 0, k, received);  // rank 0's own is not used
+    float v[kBlockValues];
     take_tile(segment, k, v);
+    const BlockState<kState> state = state_of(segment, k);
     if (kCompensates) state.add_correction(v);
-    for (int source = 0; source < s_.world; ++source) {
-      if (source == s_.rank) {
-        ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) sum[i] = source == 0 ? v[i] : sum[i] + v[i];
-        continue;
-      }
-      Record received;
-      load(slot(Stage::push, s_.rank, source, k), received);
-      received.exponent = scratch_->exponent[exponent_parity_][source];
-      add_decoded(received, source == 0, sum);
-    }
     Record record;
-    encode<kLocal && Q::kRotates>(sum, valid_values(segment, k), record);
-    for (int i = 1; i < s_.world; ++i) {
-      const int peer = (s_.rank + i) % s_.world;
-      store(slot(Stage::gather, peer, s_.rank, k), record);
+    if (kPair) {  // of two terms the order does not matter
+      add(received, 1.0f, decodes_fast(received.exponent), v);
+      finish_reduce(segment, k, state, v, record);
+    } else {
+      float sum[kBlockValues];
+      ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) sum[i] = -0.0f;
+      _Pragma("unroll 1") for (int source = 0; source < world(); ++source) {
+        if (source == s_.rank) {
+          ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) sum[i] = sum[i] + v[i];
+        } else {
+          if (source != 0) load_received(Stage::push, source, k, received);
+          add(received, 1.0f, decodes_fast(received.exponent), sum);
+        }
+      }
+      finish_reduce(segment, k, state, sum, record);
     }
-    release(Stage::gather, k, -1);
+    prefetch_state();
+    commit_stage();
+    return true;
+  }
+
+  __device__ __forceinline__ void finish_reduce(int segment, int k, const BlockState<kState>& state, float (&sum)[kBlockValues], Record& record) {
+    encode<kLocal && Q::kRotates>(sum, valid_values(segment_rows(segment), segment, k), record);
+    _Pragma("unroll 1") for (int i = 1; i < world(); ++i) store(sent_slot(Stage::gather, peer_at(i), k), record);
+    release(Stage::gather, k, kAllPeers, record.exponent);
     if (a_.codes != nullptr) store(kept_record(0, segment, k), record);
     if (kLocal && Q::kRotates) state.update(sum, a_.coefficients);
     float decoded[kBlockValues];
     decode_output(record, decoded);
     if (kLocal && !Q::kRotates) {  // the residual sees y in its dtype
-      ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) sum[i] = sum[i] - rounded(decoded[i], a_.dtype);
+      ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) sum[i] = sum[i] - rounded(decoded[i], dtype());
       state.update(sum, a_.coefficients);
     }
     write_output(segment, k, decoded);
-    return true;
   }
 
-  __device__ __forceinline__ void add_decoded(const Record& record, bool first, float (&acc)[kBlockValues]) const {
-    const float step = Q::step(record.params, record.exponent);
-    if (is_fast(record.exponent)) Codec::template decode<true>(record.words, step, record.params.zero, first, acc);
-    else Codec::template decode<false>(record.words, step, record.params.zero, first, acc);
-  }
-
-  static __device__ __forceinline__ bool is_fast(int exponent) {
-    return exponent >= -kFastDecodeExponent && exponent <= kFastDecodeExponent;
+  static __device__ __forceinline__ void add(const Record& record, float fold, bool fast, float (&sum)[kBlockValues]) {
+    const Params params = Q::read(record.params.stored);
+    Codec::add_decoded(record.words, Q::step(params, record.exponent) * fold, params.zero, fast, sum);
   }
 
   // -- phase 3
 
-  __device__ __forceinline__ bool tail(int k) {
-    if (kOneShot) return tail_one_shot(k);
-    if (!receive(Stage::gather, k, -1)) return false;
-    for (int i = 1; i < s_.world; ++i) {
-      const int peer = (s_.rank + i) % s_.world;
-      if (!has_tile(peer, k)) continue;
-      Record record;
-      load(slot(Stage::gather, s_.rank, peer, k), record);
-      record.exponent = scratch_->exponent[exponent_parity_][peer];
-      if (a_.codes != nullptr) store(kept_record(0, peer, k), record);
-      float decoded[kBlockValues];
-      decode_output(record, decoded);
-      write_output(peer, k, decoded);
-    }
+  __device__ __forceinline__ bool receive_tail(int k) {
+    const Stage stage = kOneShot ? Stage::push : Stage::gather;
+    if (!wait_ready(stage, k)) return false;
+    const int source = peer_at(1);
+    if (kOneShot || has_tile(source, k)) load_received(stage, source, k, received_);
     return true;
   }
 
-  __device__ __forceinline__ bool tail_one_shot(int k) {
-    if (!receive(Stage::push, k, 0)) return false;
-    bool fast = true;
-    for (int source = 0; source < s_.world; ++source)
-      if (source != s_.rank) fast = fast && is_fast(scratch_->exponent[exponent_parity_][source]);
+  __device__ __forceinline__ void tail(int k) {
+    if (kOneShot) {
+      tail_one_shot(k);
+      return;
+    }
+    _Pragma("unroll 1") for (int i = 1; i < world(); ++i) {
+      const int peer = peer_at(i);
+      if (!has_tile(peer, k)) continue;
+      if (i > 1) load_received(Stage::gather, peer, k, received_);
+      if (a_.codes != nullptr) store_received(kept_record(0, peer, k), received_);
+      float decoded[kBlockValues];
+      decode_output(received_, decoded);
+      write_output(peer, k, decoded);
+    }
+  }
+
+  __device__ __forceinline__ void tail_one_shot(int k) {
     Record own;
-    recall_own(k, own);
-    fast = fast && is_fast(own.exponent);
+    recall_own(own);
+    bool fast = decodes_fast(own.exponent);
+    _Pragma("unroll 1") for (int i = 1; i < world(); ++i) fast = fast && decodes_fast(scratch_->exponent[0][peer_at(i)][k & (kMaxRing - 1)]);
     // The inverse basis' factor 2^-5 goes into the steps where nothing under- or overflows.
     const float fold = Q::kRotates && fast ? 1.0f / kBlockValues : 1.0f;
     float sum[kBlockValues];
-    for (int source = 0; source < s_.world; ++source) {
-      Record record;
-      if (source == s_.rank) {
-        record = own;
-      } else {
-        load(slot(Stage::push, s_.rank, source, k), record);
-        record.exponent = scratch_->exponent[exponent_parity_][source];
-        if (a_.codes != nullptr) store(kept_record(source, 0, k), record);
+    if (kPair) {  // of two terms the order does not matter
+      if (a_.codes != nullptr) store_received(kept_record(peer_at(1), 0, k), received_);
+      const Params params = Q::read(own.params.stored);
+      Codec::decode(own.words, Q::step(params, own.exponent) * fold, params.zero, fast, sum);
+      add(received_, fold, fast, sum);
+    } else {
+      ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) sum[i] = -0.0f;
+      _Pragma("unroll 1") for (int source = 0; source < world(); ++source) {
+        Record record = own;
+        if (source != s_.rank) {
+          load_received(Stage::push, source, k, record);
+          if (a_.codes != nullptr) store_received(kept_record(source, 0, k), record);
+        }
+        add(record, fold, fast, sum);
       }
-      const float step = Q::step(record.params, record.exponent) * fold;
-      if (fast) Codec::template decode<true>(record.words, step, record.params.zero, source == 0, sum);
-      else Codec::template decode<false>(record.words, step, record.params.zero, source == 0, sum);
     }
     if (Q::kRotates) {
       hadamard(sum);
@@ -434,21 +582,21 @@ class Team {
     }
     if (kLateUpdate) late_update(k, own, sum);
     write_output(0, k, sum);
-    return true;
+  }
+
+  __device__ __forceinline__ void store_received(uint8_t* target, Record record) const {
+    store(target, record);
   }
 
   // The decoded sum, back in the basis of y.
   __device__ __forceinline__ void decode_output(const Record& record, float (&decoded)[kBlockValues]) const {
-    const float step = Q::step(record.params, record.exponent);
-    if (!Q::kRotates) {
-      add_decoded(record, true, decoded);
-    } else if (is_fast(record.exponent)) {
-      Codec::template decode<true>(record.words, step * (1.0f / kBlockValues), record.params.zero, true, decoded);
+    const Params params = Q::read(record.params.stored);
+    const bool fast = decodes_fast(record.exponent);
+    const float fold = Q::kRotates && fast ? 1.0f / kBlockValues : 1.0f;
+    Codec::decode(record.words, Q::step(params, record.exponent) * fold, params.zero, fast, decoded);
+    if (Q::kRotates) {
       hadamard(decoded);
-    } else {
-      Codec::template decode<false>(record.words, step, record.params.zero, true, decoded);
-      hadamard(decoded);
-      scale_back(decoded);
+      if (!fast) scale_back(decoded);
     }
   }
 
@@ -458,64 +606,167 @@ class Team {
 
   // y of this warp, through the stage that was read last: its tile is in registers or done.
   __device__ __forceinline__ void write_output(int segment, int k, const float (&v)[kBlockValues]) {
-    write_row(own_row(stage_), a_.dtype, v);
+    write_row(own_row(stage_), dtype(), v);
     __syncwarp();
-    stage_out(warp_rows(stage_), a_.y, warp_first(segment, k), x_end(segment), a_.dtype, a_.aligned);
+    copy_out(segment_rows(segment), k, warp_rows(stage_), a_.y, aligned());
     __syncwarp();
   }
 
   // reference.rank_residual for one-shot without rotation: x' minus its code, plus the output's rounding where this rank would own
   // the segment. x' is formed again: x is still there, also in place, and the state is not yet updated.
   __device__ __forceinline__ void late_update(int k, const Record& own, const float (&reduced)[kBlockValues]) {
-    float v[kBlockValues], d[kBlockValues];
-    stage_in(warp_rows(stage_), a_.x, warp_first(0, k), x_end(0), a_.dtype, a_.aligned);
+    float v[kBlockValues];
+    copy_in(own_rows_, k, warp_rows(stage_));
     commit_stage();
     wait_stage<0>();
-    read_row(own_row(stage_), a_.dtype, v);
+    read_row(own_row(stage_), dtype(), v);
     __syncwarp();
-    BlockState<kState> state(state_tile(0, k), a_.fresh);
-    state.load(true);
+    const BlockState<kState> state(state_tile(own_rows_, k), state_tile(own_rows_, k), a_.fresh);
     state.add_correction(v);
-    fill(v, valid_values(0, k));
-    add_decoded(own, true, d);
-    const Segments owners(a_.num_basis_values, s_.world, kBlockValues << a_.group_shift, Algorithm::two_shot);
-    const int64_t first = first_value(0, k) + thread_ * kBlockValues;
+    fill(v, valid_values(own_rows_, 0, k));
+    const Params params = Q::read(own.params.stored);
+    const Segments owners(a_.num_basis_values, world(), a_.group_size, Algorithm::two_shot);
+    const int64_t first = own_rows_.value(k, row_stride_) + thread_ * kBlockValues;
     const bool owned = first >= owners.begin(s_.rank) && first < owners.end(s_.rank);
+    float d[kBlockValues];
+    Codec::decode(own.words, Q::step(params, own.exponent), params.zero, decodes_fast(own.exponent), d);
     ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) {
       v[i] = v[i] - d[i];
-      if (owned) v[i] = v[i] + (reduced[i] - rounded(reduced[i], a_.dtype));
+      if (owned) v[i] = v[i] + (reduced[i] - rounded(reduced[i], dtype()));
     }
     state.update(v, a_.coefficients);
   }
 
   // A call that failed must not look like a result.
   __device__ __forceinline__ void poison(int from) {
-    const int shift = element_shift(a_.dtype);
-    _Pragma("unroll 1") for (int k = from; k < num_rows_; ++k)
-      for (int segment = 0; segment < (kOneShot ? 1 : s_.world); ++segment) {
+    const int shift = element_shift(dtype());
+    _Pragma("unroll 1") for (int k = from; k < plan_.num_rows; ++k)
+      _Pragma("unroll 1") for (int segment = 0; segment < (kOneShot ? 1 : world()); ++segment) {
         if (!has_tile(segment, k)) continue;
+        const SegmentRows rows = segment_rows(segment);
         _Pragma("unroll 1") for (int i = thread_; i < kTileValues; i += kTeamThreads) {
-          const int64_t idx = first_value(segment, k) + i;
-          if (idx >= x_end(segment)) break;
+          const int64_t idx = rows.value(k, row_stride_) + i;
+          if (idx >= rows.end) break;
           if (shift == 2) reinterpret_cast<uint32_t*>(a_.y)[idx] = 0x7fc00000u;
-          else reinterpret_cast<uint16_t*>(a_.y)[idx] = a_.dtype == Dtype::bf16 ? 0x7fc0u : 0x7e00u;
+          else reinterpret_cast<uint16_t*>(a_.y)[idx] = dtype() == Dtype::bf16 ? 0x7fc0u : 0x7e00u;
         }
       }
   }
 
   const Arguments& a_;
   const Signals& s_;
-  const SlotLayout layout_;
-  const Segments segments_;
+  const TeamPlan<kBits, kPolicy, kAlgorithm> plan_;
+  const SlotLayout slot_layout_;
   const int call_exponent_;
-  int team_in_block_, thread_, team_, num_teams_, num_rows_;
-  uint32_t epoch_;
-  uint8_t *shared_, *stages_, *own_records_;
+  const uint32_t* failed_;
+  const int thread_;
+  uint32_t epoch_, num_events_ = 0;
+  int row_stride_;
+  SegmentRows own_rows_, peer_rows_;
+  uint8_t *push_ring_, *pushed_ring_, *gather_ring_, *gathered_ring_;
+  uint8_t *stages_, *own_records_, *staged_state_;
   TeamScratch* scratch_;
-  int cursor_k_, cursor_i_;
+  int cursor_k_ = 0, cursor_i_ = 0, next_segment_ = 0, next_row_ = 0;
+  bool next_valid_ = false;
   int next_stage_ = 0, stage_ = 0;
-  int amax_parity_ = 0, exponent_parity_ = 0;
+  int keep_place_ = 0, recall_place_ = 0;
+  int amax_parity_ = 0;
+  Record received_;
 };
+
+// The send warp: announces the records that teams have stored. One fence serves all that is ready.
+template <typename Plan>
+__device__ __forceinline__ void run_send_warp(const Arguments& a, uint8_t* shared, int team_bytes) {
+  const int lane = threadIdx.x & 31;
+  uint32_t sent[kTeams] = {};
+  bool open[kTeams];
+  ECHO_UNROLL for (int t = 0; t < kTeams; ++t) open[t] = Plan(a, t).num_rows > 0;
+  while (true) {
+    uint32_t complete[kTeams];
+    bool any_new = false, any_open = false;
+    ECHO_UNROLL for (int t = 0; t < kTeams; ++t) {
+      complete[t] = sent[t];
+      if (!open[t]) continue;
+      const TeamScratch* scratch = scratch_of(shared, team_bytes, t);
+      const bool finished = load_acquire_shared(&scratch->finished) == kTeamWarps;  // before the events, which are then the last
+      const uint32_t behind = load_acquire_shared(&scratch->issued[lane % kTeamWarps]) - sent[t];
+      complete[t] = sent[t] + __reduce_min_sync(~0u, behind);
+      if (complete[t] != sent[t]) any_new = true;
+      else if (__all_sync(~0u, finished)) open[t] = false;
+      any_open = any_open || open[t];
+    }
+    if (!any_open) return;
+    if (!any_new) {
+      __nanosleep(40);
+      continue;
+    }
+    fence_system();
+    ECHO_UNROLL for (int t = 0; t < kTeams; ++t) {
+      if (complete[t] == sent[t]) continue;
+      const Plan plan(a, t);
+      TeamScratch* scratch = scratch_of(shared, team_bytes, t);
+      for (uint32_t event = sent[t]; event != complete[t]; ++event) {
+        const uint32_t packed = scratch->events[event % kMaxEvents];
+        const int exponent = scratch->event_exponent[event % kMaxEvents];
+        const int peer = static_cast<int>(packed >> 1 & 15u);
+        const uint32_t tile_number = scratch->epoch + (packed >> 5);
+        if (lane < a.signals.world && lane != a.signals.rank && (peer == kAllPeers || peer == lane))
+          store_relaxed(plan.flag(static_cast<Stage>(packed & 1u), lane, a.signals.rank, tile_number), make_flag(tile_number, exponent, a.signature));
+      }
+      __syncwarp();
+      sent[t] = complete[t];
+      if (lane == 0) store_release_shared(&scratch->sent, sent[t]);
+    }
+  }
+}
+
+// The receive warp: lane 8 t + s waits for the records that source s sends to team t, in order, checks that they are of
+// this call and hands on their exponents. A rank that waits for a sum may do so because of a third rank's missing push: it
+// is a little more patient, so that the rank which waits for the culprit speaks first.
+template <typename Plan>
+__device__ __forceinline__ void run_receive_warp(const Arguments& a, uint8_t* shared, int team_bytes, uint32_t* failed) {
+  static_assert(kTeams * kMaxRanks <= 32, "a lane for every team and source");
+  const int lane = threadIdx.x & 31;
+  const int source = lane % kMaxRanks;
+  if (lane >= kTeams * kMaxRanks) return;
+  const Plan plan(a, lane / kMaxRanks);
+  TeamScratch* scratch = scratch_of(shared, team_bytes, lane / kMaxRanks);
+  const uint32_t epoch = scratch->epoch;
+  const bool receives = source < a.signals.world && source != a.signals.rank && plan.num_rows > 0;
+  const int rows[2] = {receives ? plan.rows_from(Stage::push, source) : 0, receives ? plan.rows_from(Stage::gather, source) : 0};
+  int next[2] = {0, 0};
+  Patience patience(a.signals);
+  constexpr uint64_t kGatherGraceNs = 200'000'000;
+  while (next[0] < rows[0] || next[1] < rows[1]) {
+    bool progress = false;
+    ECHO_UNROLL for (int i = 0; i < 2; ++i) {
+      if (next[i] >= rows[i]) continue;
+      const Stage stage = static_cast<Stage>(i);
+      const uint32_t tile_number = epoch + static_cast<uint32_t>(next[i]);
+      const uint32_t expected = flag_value(tile_number);
+      const uint64_t seen = load_acquire(plan.flag(stage, a.signals.rank, source, tile_number));
+      if (flag_epoch(seen) == expected) {
+        if (flag_signature(seen) != (a.signature & 0xffffu)) {
+          report(a.signals, Failure::mismatch, source, stage, plan.tile_of_row(next[i]), a.signature & 0xffffu, flag_signature(seen));
+          store_release_shared(failed, 1u);
+          return;
+        }
+        scratch->exponent[i][source][next[i] & (kMaxRing - 1)] = static_cast<int16_t>(flag_exponent(seen));
+        ++next[i];
+        store_release_shared(&scratch->ready[i][source], static_cast<uint32_t>(next[i]));
+        progress = true;
+      } else if (i == 1 && next[0] < rows[0]) {
+        // What is missing first is the push: it is what a failure is about.
+      } else if (patience.is_over(source, stage, plan.tile_of_row(next[i]), expected, flag_epoch(seen))) {
+        store_release_shared(failed, 1u);
+        return;
+      }
+    }
+    if (progress) patience.renew();
+    patience.set_grace(next[0] < rows[0] ? 0 : kGatherGraceNs);
+    if (load_acquire_shared(failed) != 0u) return;
+  }
+}
 
 // Phase 0: the exponent of `rescale: group` from the largest finite |x| of all ranks. Every thread block of the grid
 // takes part, so the grid must be resident as a whole. False in `ok` if the wait was given up.
@@ -588,14 +839,37 @@ static __device__ __noinline__ int exchange_amax(const Arguments& a, bool rotate
   return call_exponent(__uint_as_float(all_amax), rotates);
 }
 
-template <int kBits, Policy kPolicy, Algorithm kAlgorithm, Residual kResidual, StateDtype kState>
-__global__ void __launch_bounds__(kBlockThreads, 1) all_reduce_kernel(const __grid_constant__ Arguments arguments) {
+// A thread block: the teams, a send warp, a receive warp.
+constexpr int kAllReduceThreads = kBlockThreads + 64;
+
+template <int kBits, Policy kPolicy, Algorithm kAlgorithm, Residual kResidual, StateDtype kState, bool kPair>
+__global__ void __launch_bounds__(kAllReduceThreads, 1) all_reduce_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ uint32_t failed;
+  using Plan = TeamPlan<kBits, kPolicy, kAlgorithm>;
   int exponent = 0;
   bool ok = true;
   if (arguments.rescale == Rescale::group) exponent = exchange_amax(arguments, Quantizer<kBits, kPolicy>::kRotates, ok);
-  // After a failure the team's own waits end at the abort word, and the output is poisoned.
-  Team<kBits, kPolicy, kAlgorithm, kResidual, kState>(arguments, shared, exponent).run();
+  const TeamLayout layout(kBits, kAlgorithm, kResidual, kState, arguments.dtype, arguments.depth);
+  if (threadIdx.x < kTeams) {
+    TeamScratch* scratch = scratch_of(shared, layout.bytes, threadIdx.x);
+    for (int i = 0; i < kTeamWarps; ++i) scratch->issued[i] = 0;
+    scratch->sent = 0;
+    scratch->finished = 0;
+    for (int i = 0; i < kMaxRanks; ++i) scratch->ready[0][i] = scratch->ready[1][i] = 0;
+    const Plan plan(arguments, threadIdx.x);
+    scratch->epoch = plan.num_rows > 0 ? *plan.epoch_word() : 0u;
+  }
+  if (threadIdx.x == 0) failed = ok ? 0u : 1u;
+  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  if (warp == kTeams * kTeamWarps) {
+    run_send_warp<Plan>(arguments, shared, layout.bytes);
+  } else if (warp == kTeams * kTeamWarps + 1) {
+    run_receive_warp<Plan>(arguments, shared, layout.bytes, &failed);
+  } else {
+    Team<kBits, kPolicy, kAlgorithm, kResidual, kState, kPair>(arguments, shared, layout, exponent, &failed).run();
+  }
 }
 
 }  // namespace echo

@@ -207,8 +207,8 @@ void all_reduce_(const Tensor& x, const Tensor& workspace, const OptionalTensor&
 void run_exact(const char* op, const Tensor& x, const Tensor& y, const Tensor& workspace, const Tensor& failure, at::IntArrayRef peers,
                int64_t rank, at::IntArrayRef site, int64_t num_blocks, int64_t num_teams, int64_t ring, int64_t slot_bytes, double timeout_s) {
   check_input(op, x, y);
-  TORCH_CHECK(slot_bytes >= kExactBytes + kHeaderBytes && ring >= ring_for(1), op, ": expected slots of at least ",
-              kExactBytes + kHeaderBytes, " bytes in rings of ", ring_for(1), ", got ", slot_bytes, " in ", ring);
+  TORCH_CHECK(slot_bytes >= kExactBytes && ring >= ring_for(1), op, ": expected slots of at least ", kExactBytes,
+              " bytes in rings of ", ring_for(1), ", got ", slot_bytes, " in ", ring);
   ExactArguments a{};
   a.signals = signals_of(op, workspace, failure, peers, rank, site, timeout_s);
   a.workspace = workspace_of(op, workspace, a.signals.world, num_teams, ring, slot_bytes);

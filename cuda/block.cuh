@@ -21,48 +21,64 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 // -- staging: a warp's 1,024 values between global memory (coalesced) and one padded row a thread
 
-template <typename Element>
-struct Row {  // 32 values; the padding makes 16-byte accesses of a quarter-warp fall on different banks
-  static constexpr int kBytes = kBlockValues * sizeof(Element) + 16;
-};
-
-__device__ __forceinline__ int row_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? 144 : 80; }
+// 32 values a row; the padding makes 16-byte accesses of a quarter-warp fall on different banks.
+__host__ __device__ constexpr int row_bytes_of(int element_shift) { return (kBlockValues << element_shift) + 16; }
+__host__ __device__ __forceinline__ int row_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? row_bytes_of(2) : row_bytes_of(1); }
 __device__ __forceinline__ int element_shift(Dtype dtype) { return dtype == Dtype::fp32 ? 2 : 1; }
 
-// Starts the copy of values [first, end) of x, at most 1,024, into `rows`; what lies beyond `end` becomes zero.
-static __device__ __forceinline__ void stage_in(uint8_t* rows, const uint8_t* x, int64_t first, int64_t end,
-                                                Dtype dtype, bool aligned) {
-  const int lane = threadIdx.x & 31;
-  const int shift = element_shift(dtype), stride = row_bytes(dtype);
-  const uint8_t* source = x + (first << shift);
-  if (aligned) {
-    const int row_shift = shift + 1;  // 4 or 8 chunks of 16 bytes a row
-    const int num_chunks = 32 << row_shift;
-    const int64_t num_bytes = (end - first) << shift;
-    if (num_bytes >= num_chunks * 16) {
-      for (int i = lane; i < num_chunks; i += 32) {
-        const uint32_t target = shared_address(rows + (i >> row_shift) * stride + (i & ((1 << row_shift) - 1)) * 16);
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source + i * 16) : "memory");
-      }
-    } else {
-      for (int i = lane; i < num_chunks; i += 32) {
-        const int64_t left = num_bytes - i * 16;
-        const int size = left <= 0 ? 0 : (left < 16 ? static_cast<int>(left) : 16);
-        const uint32_t target = shared_address(rows + (i >> row_shift) * stride + (i & ((1 << row_shift) - 1)) * 16);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(size ? source + i * 16 : x), "r"(size) : "memory");
-      }
-    }
-  } else {
-    for (int i = lane; i < kBlockValues * 32; i += 32) {
-      uint8_t* target = rows + (i >> 5) * stride + ((i & 31) << shift);
-      const bool there = first + i < end;
-      if (shift == 1) {
-        *reinterpret_cast<uint16_t*>(target) = there ? reinterpret_cast<const uint16_t*>(source)[i] : uint16_t{0};
-      } else {
-        *reinterpret_cast<uint32_t*>(target) = there ? reinterpret_cast<const uint32_t*>(source)[i] : 0u;
-      }
-    }
+// A warp's 16-byte chunk j of lane l: number j * 32 + l of the 64 << shift.
+template <int kShift>
+struct Chunks {
+  static constexpr int kPerLane = 2 << kShift, kPerRow = 2 << kShift;
+  static constexpr int kRowsAStep = 32 / kPerRow;
+  static __device__ __forceinline__ int in_rows(int lane, int j) {
+    return (j * kRowsAStep + lane / kPerRow) * row_bytes_of(kShift) + lane % kPerRow * 16;
   }
+  static __device__ __forceinline__ int in_memory(int lane, int j) { return (j * 32 + lane) * 16; }
+};
+
+template <int kShift>
+static __device__ __forceinline__ void stage_in_whole(uint8_t* rows, const uint8_t* source) {
+  using C = Chunks<kShift>;
+  const int lane = threadIdx.x & 31;
+  const uint32_t target = shared_address(rows) + C::in_rows(lane, 0);
+  source += C::in_memory(lane, 0);
+  ECHO_UNROLL for (int j = 0; j < C::kPerLane; ++j)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target + C::in_rows(0, j)), "l"(source + C::in_memory(0, j)) : "memory");
+}
+
+template <int kShift>
+static __device__ __noinline__ void stage_in_part(uint8_t* rows, const uint8_t* x, int64_t first, int64_t end, bool aligned) {
+  using C = Chunks<kShift>;
+  const int lane = threadIdx.x & 31;
+  const uint8_t* source = x + (first << kShift);
+  const int64_t num_bytes = (end - first) << kShift;
+  if (aligned) {
+    for (int j = 0; j < C::kPerLane; ++j) {
+      const int64_t left = num_bytes - C::in_memory(lane, j);
+      const int size = left <= 0 ? 0 : (left < 16 ? static_cast<int>(left) : 16);
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(rows + C::in_rows(lane, j))),
+                   "l"(size ? source + C::in_memory(lane, j) : x), "r"(size) : "memory");
+    }
+    return;
+  }
+  for (int i = lane; i < kBlockValues * 32; i += 32) {
+    uint8_t* target = rows + (i >> 5) * row_bytes_of(kShift) + ((i & 31) << kShift);
+    const bool there = first + i < end;
+    if (kShift == 1) *reinterpret_cast<uint16_t*>(target) = there ? reinterpret_cast<const uint16_t*>(source)[i] : uint16_t{0};
+    else *reinterpret_cast<uint32_t*>(target) = there ? reinterpret_cast<const uint32_t*>(source)[i] : 0u;
+  }
+}
+
+// Starts the copy of values [first, end) of x, at most 1,024, into `rows`; what lies beyond `end` becomes zero.
+template <int kShift>
+static __device__ __forceinline__ void stage_in(uint8_t* rows, const uint8_t* x, int64_t first, int64_t end, bool aligned) {
+  if (aligned && end - first >= 32 * kBlockValues) stage_in_whole<kShift>(rows, x + (first << kShift));
+  else stage_in_part<kShift>(rows, x, first, end, aligned);
+}
+static __device__ __forceinline__ void stage_in(uint8_t* rows, const uint8_t* x, int64_t first, int64_t end, Dtype dtype, bool aligned) {
+  if (dtype == Dtype::fp32) stage_in<2>(rows, x, first, end, aligned);
+  else stage_in<1>(rows, x, first, end, aligned);
 }
 
 __device__ __forceinline__ void commit_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -72,29 +88,35 @@ __device__ __forceinline__ void wait_stage() {
   __syncwarp();
 }
 
-// Copies the warp's rows to values [first, end) of y; the rows are complete after a __syncwarp.
-static __device__ __forceinline__ void stage_out(const uint8_t* rows, uint8_t* y, int64_t first, int64_t end,
-                                                 Dtype dtype, bool aligned) {
-  const int lane = threadIdx.x & 31;
-  const int shift = element_shift(dtype), stride = row_bytes(dtype);
-  const int row_shift = shift + 1;
-  const int num_chunks = 32 << row_shift;
-  uint8_t* target = y + (first << shift);
-  const int64_t num_bytes = (end - first) << shift;
-  if (aligned && num_bytes >= num_chunks * 16) {
-    for (int i = lane; i < num_chunks; i += 32) {
-      const uint4 chunk =
-          *reinterpret_cast<const uint4*>(rows + (i >> row_shift) * stride + (i & ((1 << row_shift) - 1)) * 16);
-      __stcs(reinterpret_cast<uint4*>(target) + i, chunk);
-    }
-    return;
-  }
-  for (int i = lane; i < kBlockValues * 32; i += 32) {
-    if (first + i >= end) break;
-    const uint8_t* source = rows + (i >> 5) * stride + ((i & 31) << shift);
-    if (shift == 1) reinterpret_cast<uint16_t*>(target)[i] = *reinterpret_cast<const uint16_t*>(source);
+template <int kShift>
+static __device__ __noinline__ void stage_out_part(const uint8_t* rows, uint8_t* target, int64_t num_values) {
+  for (int i = threadIdx.x & 31; i < kBlockValues * 32 && i < num_values; i += 32) {
+    const uint8_t* source = rows + (i >> 5) * row_bytes_of(kShift) + ((i & 31) << kShift);
+    if (kShift == 1) reinterpret_cast<uint16_t*>(target)[i] = *reinterpret_cast<const uint16_t*>(source);
     else reinterpret_cast<uint32_t*>(target)[i] = *reinterpret_cast<const uint32_t*>(source);
   }
+}
+
+template <int kShift>
+static __device__ __forceinline__ void stage_out_whole(const uint8_t* rows, uint8_t* target) {
+  using C = Chunks<kShift>;
+  const int lane = threadIdx.x & 31;
+  const uint8_t* source = rows + C::in_rows(lane, 0);
+  target += C::in_memory(lane, 0);
+  ECHO_UNROLL for (int j = 0; j < C::kPerLane; ++j)
+    __stcs(reinterpret_cast<uint4*>(target + C::in_memory(0, j)), *reinterpret_cast<const uint4*>(source + C::in_rows(0, j)));
+}
+
+// Copies the warp's rows to values [first, end) of y; the rows are complete after a __syncwarp.
+template <int kShift>
+static __device__ __forceinline__ void stage_out(const uint8_t* rows, uint8_t* y, int64_t first, int64_t end, bool aligned) {
+  uint8_t* target = y + (first << kShift);
+  if (aligned && end - first >= 32 * kBlockValues) stage_out_whole<kShift>(rows, target);
+  else stage_out_part<kShift>(rows, target, end - first);
+}
+static __device__ __forceinline__ void stage_out(const uint8_t* rows, uint8_t* y, int64_t first, int64_t end, Dtype dtype, bool aligned) {
+  if (dtype == Dtype::fp32) stage_out<2>(rows, y, first, end, aligned);
+  else stage_out<1>(rows, y, first, end, aligned);
 }
 
 // -- rows and registers
@@ -155,6 +177,8 @@ static __device__ __forceinline__ void write_row(uint8_t* row, Dtype dtype, cons
                              __float_as_uint(v[4 * j + 3]));
   }
 }
+
+__device__ __forceinline__ bool decodes_fast(int exponent) { return exponent >= -kFastDecodeExponent && exponent <= kFastDecodeExponent; }
 
 // A value as the output's dtype holds it.
 __device__ __forceinline__ float rounded(float value, Dtype dtype) {
@@ -221,6 +245,13 @@ __device__ __forceinline__ void group_range(const float (&v)[kBlockValues], int 
   hi = finite ? high : 0.0f;
 }
 
+// (a & mask) | bits in one instruction; the compiler makes two of it when both are constants.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
+  return r;
+}
+
 // -- codes. words[i] holds values 8i … (4 bits, low nibble first) or 4i … (8 bits).
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds half-to-even and leaves the integer in the low bits
@@ -235,52 +266,57 @@ struct BlockCodec {
 
   // Codes of a block. With kWantResidual v becomes v minus its decoded code.
   template <bool kWantResidual>
-  static __device__ __forceinline__ void encode(float (&v)[kBlockValues], const Params& params, int exponent, bool finite,
+  static __device__ __forceinline__ void encode(float (&v)[kBlockValues], const Params& params, int exponent,
                                                 uint32_t (&words)[kBits]) {
-    if (exponent >= -kFastEncodeExponent && exponent <= kFastEncodeExponent) encode_fast<kWantResidual>(v, params, exponent, words);
-    else encode_any<kWantResidual>(v, params, exponent, words);
+    if (exponent >= -kFastEncodeExponent && exponent <= kFastEncodeExponent) encode_block<kWantResidual, true>(v, params, exponent, words);
+    else encode_block<kWantResidual, false>(v, params, exponent, words);
     if (!(params.scale == params.scale)) {
       const uint32_t lowest = static_cast<uint32_t>(Q::kLowest + Q::kOffset) * (kBits == 4 ? 0x11111111u : 0x01010101u);
       ECHO_UNROLL for (int i = 0; i < kBits; ++i) words[i] = lowest;
     }
   }
 
-  // acc = or += decoded values times `fold`, a power of two.
-  template <bool kFast>
-  static __device__ __forceinline__ void decode(const uint32_t (&words)[kBits], float step, float zero, bool first,
-                                                float (&acc)[kBlockValues]) {
-    if (first) decode_into<kFast, true>(words, step, zero, acc);
-    else decode_into<kFast, false>(words, step, zero, acc);
+  // acc += decoded values, one rounding a value for the decoded value and one for the sum. Sums start at -0, which leaves
+  // every first term as it is. `fast`: the exponent is within kFastDecodeExponent.
+  static __device__ __forceinline__ void add_decoded(const uint32_t (&words)[kBits], float step, float zero, bool fast,
+                                                     float (&acc)[kBlockValues]) {
+    if (Q::kSymmetric && fast) put_block<false, true>(words, step, zero, acc);
+    else put_block<false, false>(words, step, zero, acc);
   }
-
-  static __device__ __forceinline__ uint32_t code_at(const uint32_t (&words)[kBits], int i) {
-    return words[i / kPerWord] >> (i % kPerWord * kBits) & ((1u << kBits) - 1);
+  static __device__ __forceinline__ void decode(const uint32_t (&words)[kBits], float step, float zero, bool fast,
+                                                float (&values)[kBlockValues]) {
+    if (Q::kSymmetric && fast) put_block<true, true>(words, step, zero, values);
+    else put_block<true, false>(words, step, zero, values);
   }
 
  private:
-  template <bool kWantResidual>
-  static __device__ __forceinline__ void encode_fast(float (&v)[kBlockValues], const Params& params, int exponent,
-                                                     uint32_t (&words)[kBits]) {
-    const float multiplier = (1.0f / params.scale) * power_of_two(-exponent);
+  // kFast: 2^-E goes into the reciprocal, and the product of code and step is exact.
+  template <bool kWantResidual, bool kFast>
+  static __device__ __forceinline__ void encode_block(float (&v)[kBlockValues], const Params& params, int exponent,
+                                                      uint32_t (&words)[kBits]) {
+    const int first = -exponent < -126 ? -126 : (-exponent > 127 ? 127 : -exponent);
+    const float factor = power_of_two(first);
+    const float multiplier = (1.0f / params.scale) * power_of_two(kFast ? -exponent : -exponent - first);
     const float step = Q::step(params, exponent);
     constexpr float kMagic = kRound + Q::kOffset;
     constexpr float kLow = Q::kLowest, kHigh = Q::kHighest;
     ECHO_UNROLL for (int w = 0; w < kBits; ++w) {
       uint32_t b[kPerWord];
       ECHO_UNROLL for (int i = 0; i < kPerWord; ++i) {
-        float t = v[w * kPerWord + i] * multiplier;
+        float& value = v[w * kPerWord + i];
+        float t = (kFast ? value : value * factor) * multiplier;
         if (!Q::kSymmetric) t = t + params.zero;
-        if (kClamps && (kWantResidual || Q::kSymmetric)) t = fminf(fmaxf(t, kLow), kHigh);
+        if (!kFast || (kClamps && (kWantResidual || Q::kSymmetric))) t = fminf(fmaxf(t, kLow), kHigh);
         const float sum = t + kMagic;
         b[i] = __float_as_uint(sum);
         if (kWantResidual) {
           const float q = sum - kMagic;
           // q * step has at most 19 bits: the product is exact, and one fused rounding is the definition's subtraction.
-          if (Q::kSymmetric) v[w * kPerWord + i] = __fmaf_rn(-q, step, v[w * kPerWord + i]);
-          else v[w * kPerWord + i] = v[w * kPerWord + i] - (q - params.zero) * step;
+          if (kFast && Q::kSymmetric) value = __fmaf_rn(-q, step, value);
+          else value = value - (q - (Q::kSymmetric ? 0.0f : params.zero)) * step;
         }
       }
-      words[w] = !Q::kSymmetric && !kWantResidual ? pack_clamped(b) : pack(b);
+      words[w] = kFast && !Q::kSymmetric && !kWantResidual ? pack_clamped(b) : pack(b);
     }
   }
 
@@ -304,80 +340,45 @@ struct BlockCodec {
     return word;
   }
 
-  template <bool kWantResidual>
-  static __device__ __noinline__ void encode_any_into(float* v, Params params, int exponent, uint32_t* words) {
-    const float step = Q::step(params, exponent);
-    for (int w = 0; w < kBits; ++w) {
-      uint32_t word = 0;
-      for (int i = 0; i < kPerWord; ++i) {
-        const float x = v[w * kPerWord + i];
-        const uint32_t code = Q::code(x, params, exponent);
-        word |= code << (i * kBits);
-        if (kWantResidual) v[w * kPerWord + i] = x - Q::value(code, params, step);
-      }
-      words[w] = word;
-    }
-  }
-
-  // Copies, so that only this rare path has an array in local memory.
-  template <bool kWantResidual>
-  static __device__ __forceinline__ void encode_any(float (&v)[kBlockValues], const Params& params, int exponent,
-                                                    uint32_t (&words)[kBits]) {
-    float copy[kBlockValues];
-    uint32_t out[kBits];
-    ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) copy[i] = v[i];
-    encode_any_into<kWantResidual>(copy, params, exponent, out);
-    ECHO_UNROLL for (int i = 0; i < kBits; ++i) words[i] = out[i];
-    if (kWantResidual) {
-      ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) v[i] = copy[i];
-    }
-  }
-
-  template <bool kFirst>
+  template <bool kSet>
   static __device__ __forceinline__ void put(float value, float& acc) {
-    acc = kFirst ? value : acc + value;
+    acc = kSet ? value : acc + value;
   }
 
-  template <bool kFast, bool kFirst>
-  static __device__ __forceinline__ void decode_into(const uint32_t (&words)[kBits], float step, float zero,
-                                                     float (&acc)[kBlockValues]) {
-    if (!kFast) {
-      ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i)
-        put<kFirst>((static_cast<float>(code_at(words, i)) - zero) * step, acc[i]);
-      return;
-    }
-    // The code is placed into the mantissa of 2^e where it counts units: b = 2^e + code. For symmetric policies
-    // (2^e + offset) * step has at most 24 bits, so b * step - (2^e + offset) * step fuses into one exact rounding.
+  // The code is placed into the mantissa of 2^e where it counts units: b = 2^e + code. For symmetric policies
+  // (2^e + offset) * step has at most 24 bits, so b * step - (2^e + offset) * step fuses into one exact rounding.
+  // kFused needs a fast exponent, too: (2^e + offset) * step must not overflow.
+  template <bool kSet, bool kFused>
+  static __device__ __forceinline__ void put_block(const uint32_t (&words)[kBits], float step, float zero, float (&acc)[kBlockValues]) {
     if (kBits == 4) {
       const float at8 = -(32768.0f + Q::kOffset) * step, at12 = -(2048.0f + Q::kOffset) * step, at16 = -(128.0f + Q::kOffset) * step;
       ECHO_UNROLL for (int w = 0; w < kBits; ++w) {
         const uint32_t word = words[w], up = word << 8, down = word >> 12;
-        float* a = acc + 8 * w;
-        nibble<8, kFirst>(up, step, zero, at8, a[0]);
-        nibble<12, kFirst>(up, step, zero, at12, a[1]);
-        nibble<8, kFirst>(word, step, zero, at8, a[2]);
-        nibble<12, kFirst>(word, step, zero, at12, a[3]);
-        nibble<16, kFirst>(word, step, zero, at16, a[4]);
-        nibble<8, kFirst>(down, step, zero, at8, a[5]);
-        nibble<12, kFirst>(down, step, zero, at12, a[6]);
-        nibble<16, kFirst>(down, step, zero, at16, a[7]);
+        nibble<8, kSet, kFused>(up, step, zero, at8, acc[8 * w]);
+        nibble<12, kSet, kFused>(up, step, zero, at12, acc[8 * w + 1]);
+        nibble<8, kSet, kFused>(word, step, zero, at8, acc[8 * w + 2]);
+        nibble<12, kSet, kFused>(word, step, zero, at12, acc[8 * w + 3]);
+        nibble<16, kSet, kFused>(word, step, zero, at16, acc[8 * w + 4]);
+        nibble<8, kSet, kFused>(down, step, zero, at8, acc[8 * w + 5]);
+        nibble<12, kSet, kFused>(down, step, zero, at12, acc[8 * w + 6]);
+        nibble<16, kSet, kFused>(down, step, zero, at16, acc[8 * w + 7]);
       }
     } else {
       const float at8 = -(32768.0f + Q::kOffset) * step;
       ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) {
         const float b = __uint_as_float(__byte_perm(words[i / 4], 0x47000000u, 0x7504 | (i % 4) << 4));
-        if (Q::kSymmetric) put<kFirst>(__fmaf_rn(b, step, at8), acc[i]);
-        else put<kFirst>(((b - 32768.0f) - zero) * step, acc[i]);
+        if (kFused) put<kSet>(__fmaf_rn(b, step, at8), acc[i]);
+        else put<kSet>(((b - 32768.0f) - zero) * step, acc[i]);
       }
     }
   }
 
-  template <int kAt, bool kFirst>
+  template <int kAt, bool kSet, bool kFused>
   static __device__ __forceinline__ void nibble(uint32_t word, float step, float zero, float offset, float& acc) {
     constexpr uint32_t kExponent = static_cast<uint32_t>(127 + 23 - kAt) << 23;
-    const float b = __uint_as_float((word & (0xfu << kAt)) | kExponent);
-    if (Q::kSymmetric) put<kFirst>(__fmaf_rn(b, step, offset), acc);
-    else put<kFirst>(((b - static_cast<float>(1u << (23 - kAt))) - zero) * step, acc);
+    const float b = __uint_as_float(and_or(word, 0xfu << kAt, kExponent));
+    if (kFused) put<kSet>(__fmaf_rn(b, step, offset), acc);
+    else put<kSet>(((b - static_cast<float>(1u << (23 - kAt))) - zero) * step, acc);
   }
 };
 

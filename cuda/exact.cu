@@ -73,7 +73,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1) exact_kernel(const __grid_co
   const uint32_t epoch = *epoch_word;
   if (thread == 0) failed[team_in_block] = 0;
   sync();
-  const int64_t header = w.slot_bytes - kHeaderBytes;
   uint4 own = make_uint4(0u, 0u, 0u, 0u);
   for (int k = 0; k <= num_rows; ++k) {
     uint4 next = own;
@@ -83,26 +82,26 @@ __global__ void __launch_bounds__(kBlockThreads, 1) exact_kernel(const __grid_co
         const int peer = (s.rank + i) % s.world;
         uint8_t* slot = s.peers[peer] + w.slot_offset(w.slot_idx(Stage::push, peer, s.rank, team, epoch + k));
         reinterpret_cast<uint4*>(slot)[thread] = next;
-        if (thread == 0) *reinterpret_cast<uint4*>(slot + header) = make_uint4(0u, a.signature, 0u, 0u);
       }
       sync();
       if (thread < s.world && thread != s.rank) {
         const int64_t idx = w.slot_idx(Stage::push, thread, s.rank, team, epoch + k);
-        store_release(reinterpret_cast<uint32_t*>(s.peers[thread] + w.flag_offset(idx)), flag_value(epoch + k));
+        store_release(reinterpret_cast<uint64_t*>(s.peers[thread] + w.flag_offset(idx)), make_flag(epoch + k, 0, a.signature));
       }
     }
     if (k > 0) {
       const int row = k - 1;
       if (thread < s.world && thread != s.rank) {
         const int64_t idx = w.slot_idx(Stage::push, s.rank, thread, team, epoch + row);
-        uint8_t* base = s.peers[s.rank];
-        bool ok = wait_flag(s, reinterpret_cast<const uint32_t*>(base + w.flag_offset(idx)), flag_value(epoch + row), thread, Stage::push, row);
-        if (ok) {
-          const uint32_t seen = __ldcg(reinterpret_cast<const uint4*>(base + w.slot_offset(idx) + header)).y;
-          if (seen != a.signature) {
-            report(s, Failure::mismatch, thread, Stage::push, row, a.signature, seen);
-            ok = false;
-          }
+        const uint64_t* flag = reinterpret_cast<const uint64_t*>(s.peers[s.rank] + w.flag_offset(idx));
+        const uint32_t expected = flag_value(epoch + row);
+        Patience patience(s);
+        bool ok = true;
+        uint64_t seen;
+        while (ok && flag_epoch(seen = load_acquire(flag)) != expected) ok = !patience.is_over(thread, Stage::push, row, expected, flag_epoch(seen));
+        if (ok && flag_signature(seen) != (a.signature & 0xffffu)) {
+          report(s, Failure::mismatch, thread, Stage::push, row, a.signature & 0xffffu, flag_signature(seen));
+          ok = false;
         }
         if (!ok) failed[team_in_block] = 1;
       }

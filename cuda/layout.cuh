@@ -5,12 +5,12 @@
 // counts its tiles from call to call (its epoch, in device memory) and writes tile number k into slot k % ring of the
 // ring that belongs to (stage, source, g).
 //
-//   workspace  = control (4 KiB) | epochs u32 [num_teams] | flags u32 [2 stages][world - 1 sources][num_teams][ring]
+//   workspace  = control (4 KiB) | epochs u32 [num_teams] | flags u64 [2 stages][world - 1 sources][num_teams][ring]
 //                | slots, in the order of the flags
 //   slot       = codes | params, all groups of a tile | header 16 B {i16 exponent, u16 0, u32 signature, u64 0}
 //                the parts of the wire record, codes first so that a warp's stores fall on whole 128-byte lines;
 //                at 8 bits the two halves of a block lie 2,048 B apart, for the same reason
-//   flag       = k + 1 once the record of tile number k is there
+//   flag       = once the record of tile number k is there: k + 1 | i16 exponent << 32 | low half of the signature << 48
 #pragma once
 
 #include <cstddef>
@@ -24,11 +24,12 @@
 
 namespace echo {
 
-constexpr int kTileValues = 4096;
+constexpr int kTileShift = 12;
+constexpr int kTileValues = 1 << kTileShift;
 constexpr int kBlockValues = 32;
 constexpr int kTeamThreads = kTileValues / kBlockValues;
 constexpr int kTeamWarps = kTeamThreads / 32;
-constexpr int kTeams = 4;  // teams a thread block: 16 warps of 128 registers fill a multiprocessor
+constexpr int kTeams = 3;  // teams a thread block: with two warps for signals, 128 registers a thread
 constexpr int kBlockThreads = kTeams * kTeamThreads;
 constexpr int kMaxRanks = 8;
 constexpr int kHeaderBytes = 16;
@@ -75,8 +76,8 @@ struct Segments {
   }
   ECHO_HD int64_t begin(int rank) const { return min64(rank * length, num_values); }
   ECHO_HD int64_t end(int rank) const { return min64((rank + 1) * length, num_values); }
-  ECHO_HD int64_t tiles(int rank) const { return ceil_div(end(rank) - begin(rank), kTileValues); }
-  ECHO_HD int64_t max_tiles() const { return ceil_div(length, kTileValues); }
+  ECHO_HD int64_t tiles(int rank) const { return (end(rank) - begin(rank) + kTileValues - 1) >> kTileShift; }
+  ECHO_HD int64_t max_tiles() const { return (length + kTileValues - 1) >> kTileShift; }
 };
 
 // Bytes of the compensator's state for one tile: c, then m2, then (compact) the scales of both.
@@ -115,13 +116,13 @@ struct WorkspaceLayout {
   ECHO_HD int source_idx(int receiver, int source) const { return source - (source > receiver); }
   ECHO_HD int64_t slot_idx(Stage stage, int receiver, int source, int team, uint32_t k) const {
     const int64_t row = (static_cast<int64_t>(stage) * (world - 1) + source_idx(receiver, source)) * num_teams + team;
-    return row * ring + k % static_cast<uint32_t>(ring);
+    return row * ring + (k & static_cast<uint32_t>(ring - 1));  // a power of two
   }
   ECHO_HD int64_t num_slots() const { return static_cast<int64_t>(kNumStages) * (world - 1) * num_teams * ring; }
   ECHO_HD int64_t epoch_offset(int team) const { return kControlBytes + 4 * static_cast<int64_t>(team); }
   ECHO_HD int64_t flags_offset() const { return kControlBytes + round_up(4 * static_cast<int64_t>(num_teams), kSlotAlignment); }
-  ECHO_HD int64_t flag_offset(int64_t slot) const { return flags_offset() + 4 * slot; }
-  ECHO_HD int64_t slots_offset() const { return flags_offset() + round_up(4 * num_slots(), kSlotAlignment); }
+  ECHO_HD int64_t flag_offset(int64_t slot) const { return flags_offset() + 8 * slot; }
+  ECHO_HD int64_t slots_offset() const { return flags_offset() + round_up(8 * num_slots(), kSlotAlignment); }
   ECHO_HD int64_t slot_offset(int64_t slot) const { return slots_offset() + slot * slot_bytes; }
   ECHO_HD int64_t bytes() const { return slots_offset() + num_slots() * slot_bytes; }
 };
@@ -129,5 +130,13 @@ struct WorkspaceLayout {
 // Tile numbers are modulo 2^32 and flags are compared for equality, so they may wrap: a slot is never ahead of its reader
 // (the ring holds it back), and a stale flag would have to be exactly 2^32 tiles old to be mistaken.
 ECHO_HD uint32_t flag_value(uint32_t tile_number) { return tile_number + 1; }
+
+ECHO_HD uint64_t make_flag(uint32_t tile_number, int exponent, uint32_t signature) {
+  return static_cast<uint64_t>(flag_value(tile_number)) | static_cast<uint64_t>(exponent & 0xffff) << 32 |
+         static_cast<uint64_t>(signature & 0xffffu) << 48;
+}
+ECHO_HD uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag); }
+ECHO_HD int flag_exponent(uint64_t flag) { return static_cast<int16_t>(flag >> 32 & 0xffffu); }
+ECHO_HD uint32_t flag_signature(uint64_t flag) { return static_cast<uint32_t>(flag >> 48); }
 
 }  // namespace echo

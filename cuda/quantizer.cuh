@@ -70,7 +70,7 @@ ECHO_HD float times_power_of_two(float value, int exponent) {
 
 // The 8-bit scale 2^(e - 19) * (1 + m/8); code 255 is NaN.
 ECHO_HD int encode_scale8(float scale, bool round_up) {
-  const uint32_t bits = bits_of(scale);
+  const uint32_t bits = bits_of(scale) & 0x7fffffffu;  // a range of zeros may come as -0
   const uint32_t bias = round_up ? (1u << 20) - 1 : (1u << 19) - 1 + ((bits >> 20) & 1u);
   const int code = static_cast<int>((bits + bias) >> 20) - ((127 - 19) << 3);
   return code < 0 ? 0 : (code > 255 ? 255 : code);
@@ -125,7 +125,8 @@ struct Quantizer {
       float scale = larger((hi - lo) / static_cast<float>(kHighest), amax * kFarthestZeroPoint);
       if (hi == lo) scale = amax;
       store_scale(scale, finite, params);
-      const uint32_t zero = finite ? half_bits(blended_zero(lo, hi, params.scale)) : 0u;
+      const bool has_scale = finite && params.scale == params.scale;
+      const uint32_t zero = has_scale ? half_bits(blended_zero(lo, hi, params.scale)) : 0u;
       params.zero = half_value(zero);
       params.stored |= zero << 16;
     }
@@ -176,7 +177,7 @@ struct Quantizer {
 
   static ECHO_HD float blended_zero(float lo, float hi, float scale) {
     const float reciprocal = 1.0f / scale;
-    const float zero = -lo * reciprocal;
+    const float zero = 0.0f - lo * reciprocal;  // never -0, whichever zero the minimum was
     if (kPolicy == Policy::naive) return zero;
     const float straddle = clamp(smaller(-lo, hi) * reciprocal, 0.0f, 1.0f);
     return zero + straddle * (rintf(zero) - zero);

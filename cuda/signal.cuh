@@ -1,9 +1,9 @@
 // Readiness between ranks, and waits that end.
 //
-// A sender writes a record with plain stores, its team meets at a barrier, then one thread a receiver does
-// st.release.sys on the slot's flag: the release is cumulative over the barrier. A receiver's thread does
-// ld.acquire.sys until the flag has the expected epoch, then its team meets at a barrier. Records are read past L1
-// (ld.global.cg), which is not coherent with a peer's stores.
+// A sender writes a record with plain stores; its send warp, once all of the team's warps have stored, fences the system
+// and sets the slot's flag in the receiver's memory. The receiver's receive warp polls the flag, acquires, and tells its
+// team through shared memory. Fences and polls take microseconds; the teams' own warps do neither. Records are read past
+// L1 (ld.global.cg), which is not coherent with a peer's stores.
 //
 // A wait that takes longer than the limit, or meets a record of another call, reports to the host's failure record and
 // raises the abort word on every rank; all waits look at it, so every rank's kernel ends soon after.
@@ -19,6 +19,19 @@ __device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_relaxed(uint64_t* flag, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// Between the warps of a thread block, through shared memory.
+__device__ __forceinline__ void store_release_shared(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire_shared(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))) : "memory");
   return value;
 }
 __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
@@ -61,7 +74,11 @@ static __device__ __noinline__ void report(const Signals& signals, Failure code,
 // Counts polls; true once the wait must end. Looks at the abort word and the clock every 64 polls.
 class Patience {
  public:
-  __device__ __forceinline__ explicit Patience(const Signals& signals) : signals_(signals), polls_(0), start_(0) {}
+  __device__ __forceinline__ explicit Patience(const Signals& signals) : signals_(signals), polls_(0), start_(0), grace_(0) {}
+
+  // Something arrived: the wait for the next begins.
+  __device__ __forceinline__ void renew() { start_ = 0; }
+  __device__ __forceinline__ void set_grace(uint64_t nanoseconds) { grace_ = nanoseconds; }
 
   __device__ __forceinline__ bool is_over(int peer, Stage stage, int64_t row, uint32_t expected, uint32_t seen) {
     if (++polls_ & 63u) return false;
@@ -77,24 +94,14 @@ class Patience {
     }
     const uint64_t now = nanoseconds();
     if (start_ == 0) start_ = now;
-    if (now - start_ < signals_.timeout_ns) return false;
+    if (now - start_ < signals_.timeout_ns + grace_) return false;
     report(signals_, Failure::timeout, peer, stage, row, expected, seen);
     return true;
   }
 
   const Signals& signals_;
   uint32_t polls_;
-  uint64_t start_;
+  uint64_t start_, grace_;
 };
-
-// Waits until the flag holds `expected`; false if the wait was given up.
-__device__ __forceinline__ bool wait_flag(const Signals& signals, const uint32_t* flag, uint32_t expected, int peer,
-                                          Stage stage, int64_t row) {
-  Patience patience(signals);
-  uint32_t seen;
-  while ((seen = load_acquire(flag)) != expected)
-    if (patience.is_over(peer, stage, row, expected, seen)) return false;
-  return true;
-}
 
 }  // namespace echo

@@ -1,8 +1,9 @@
 // The compensator's state of one thread's block: read before the call's values are compensated, written after.
 //
+// What a call reads of it comes from shared memory, where a copy was started a tile ahead, or from the state itself.
 // A tile's state is laid out so that threads read and write 16 bytes side by side: chunk j of thread t lies at
 // (j * 128 + t) * 16 in its region (c, then m2). Compact: c is 8-bit codes (+128), m2 4-bit codes (+8), one BF16 scale
-// each for a block (echo_megatron/compensator.py).
+// each for a block (echo_megatron/state.py).
 #pragma once
 
 #include "arguments.cuh"
@@ -21,24 +22,29 @@ __device__ __forceinline__ uint4 pack_bf16(const float (&v)[8]) {
   return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
-// kDtype is the state's; kReadsAverage is false for a call that leaves the update to another kernel.
 template <StateDtype kDtype>
 class BlockState {
  public:
-  __device__ __forceinline__ BlockState(uint8_t* tile, bool fresh) : tile_(tile), thread_(threadIdx.x % kTeamThreads), fresh_(fresh) {}
+  // `source` holds the tile's state as it was before the call; `tile` is where the new state goes.
+  __device__ __forceinline__ BlockState(const uint8_t* source, uint8_t* tile, bool fresh)
+      : source_(source), tile_(tile), thread_(threadIdx.x % kTeamThreads), fresh_(fresh) {}
 
-  // Starts the loads of what `add_correction` and `update` need.
-  __device__ __forceinline__ void load(bool with_average) {
-    if (fresh_) return;
-    if (kDtype == StateDtype::bf16) {
-      ECHO_UNROLL for (int j = 0; j < 4; ++j) correction_[j] = __ldcs(chunk(0, j));
-      if (with_average) {
-        ECHO_UNROLL for (int j = 0; j < 4; ++j) average_[j] = __ldcs(chunk(1, j));
-      }
-    } else if (kDtype == StateDtype::compact) {
-      ECHO_UNROLL for (int j = 0; j < 2; ++j) correction_[j] = __ldcs(chunk(0, j));
-      if (with_average) average_[0] = __ldcs(chunk(1, 0));
-      scales_ = __ldcs(scales());
+  static constexpr int kAverageOffset =
+      kDtype == StateDtype::fp32 ? kTileValues * 4 : (kDtype == StateDtype::bf16 ? kTileValues * 2 : kTileValues);
+  static constexpr int kTileBytes = kDtype == StateDtype::compact ? kCompactScalesOffset + kTeamThreads * 4 : 2 * kAverageOffset;
+
+  // Starts the copy of this thread's part of a tile's state; nobody else reads it.
+  static __device__ __forceinline__ void copy_async(uint8_t* target, const uint8_t* tile, bool with_average) {
+    const int thread = threadIdx.x % kTeamThreads;
+    constexpr int kCorrectionChunks = kAverageOffset / (16 * kTeamThreads);
+    constexpr int kAverageChunks = kDtype == StateDtype::compact ? 1 : kCorrectionChunks;
+    ECHO_UNROLL for (int j = 0; j < kCorrectionChunks; ++j) copy16(target, tile, (j * kTeamThreads + thread) * 16);
+    if (with_average) {
+      ECHO_UNROLL for (int j = 0; j < kAverageChunks; ++j) copy16(target, tile, kAverageOffset + (j * kTeamThreads + thread) * 16);
+    }
+    if (kDtype == StateDtype::compact) {
+      const int at = kCompactScalesOffset + thread * 4;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target + at)), "l"(tile + at) : "memory");
     }
   }
 
@@ -52,8 +58,8 @@ class BlockState {
     }
   }
 
-  // Feeds the residual u back (paper Eqn. 11).
-  __device__ __forceinline__ void update(const float (&u)[kBlockValues], const Coefficients& k) const {
+  // Feeds the residual u back (paper Eqn. 11). u is used up.
+  __device__ __forceinline__ void update(float (&u)[kBlockValues], const Coefficients& k) const {
     if (kDtype == StateDtype::compact) {
       update_compact(u, k);
       return;
@@ -62,25 +68,29 @@ class BlockState {
       float c[8], m[8];
       next(j, u, k, c, m);
       if (kDtype == StateDtype::bf16) {
-        __stcs(chunk(0, j), pack_bf16(c));
-        __stcs(chunk(1, j), pack_bf16(m));
+        write(0, j, pack_bf16(c));
+        write(1, j, pack_bf16(m));
       } else {
         ECHO_UNROLL for (int h = 0; h < 2; ++h) {
-          __stcs(chunk(0, 2 * j + h), as_chunk(c + 4 * h));
-          __stcs(chunk(1, 2 * j + h), as_chunk(m + 4 * h));
+          write(0, 2 * j + h, as_chunk(c + 4 * h));
+          write(1, 2 * j + h, as_chunk(m + 4 * h));
         }
       }
     }
   }
 
  private:
-  static constexpr int kAverageOffset = kDtype == StateDtype::fp32 ? kTileValues * 4 : (kDtype == StateDtype::bf16 ? kTileValues * 2 : kTileValues);
-
-  __device__ __forceinline__ uint4* chunk(int region, int j) const {
-    return reinterpret_cast<uint4*>(tile_ + region * kAverageOffset) + j * kTeamThreads + thread_;
+  static __device__ __forceinline__ void copy16(uint8_t* target, const uint8_t* tile, int at) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target + at)), "l"(tile + at) : "memory");
   }
-  __device__ __forceinline__ uint32_t* scales() const {
-    return reinterpret_cast<uint32_t*>(tile_ + kCompactScalesOffset) + thread_;
+  __device__ __forceinline__ uint4 read(int region, int j) const {
+    return reinterpret_cast<const uint4*>(source_ + region * kAverageOffset)[j * kTeamThreads + thread_];
+  }
+  __device__ __forceinline__ uint32_t read_scales() const {
+    return reinterpret_cast<const uint32_t*>(source_ + kCompactScalesOffset)[thread_];
+  }
+  __device__ __forceinline__ void write(int region, int j, const uint4& chunk) const {
+    __stcs(reinterpret_cast<uint4*>(tile_ + region * kAverageOffset) + j * kTeamThreads + thread_, chunk);
   }
   static __device__ __forceinline__ uint4 as_chunk(const float* v) {
     return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
@@ -94,13 +104,13 @@ class BlockState {
 
   __device__ __forceinline__ void read_correction(int j, float (&c)[8]) const {
     if (kDtype == StateDtype::bf16) {
-      unpack_bf16(correction_[j], c);
+      unpack_bf16(read(0, j), c);
     } else if (kDtype == StateDtype::fp32) {
-      ECHO_UNROLL for (int h = 0; h < 2; ++h) as_floats(*chunk(0, 2 * j + h), c + 4 * h);
+      ECHO_UNROLL for (int h = 0; h < 2; ++h) as_floats(read(0, 2 * j + h), c + 4 * h);
     } else {
-      const uint4& codes = correction_[j / 2];
+      const uint4 codes = read(0, j / 2);
       const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-      const float scale = bf16_value(scales_ & 0xffffu);
+      const float scale = bf16_value(read_scales() & 0xffffu);
       const float offset = -(32768.0f + 128.0f) * scale;  // exact: 9 bits times 8
       ECHO_UNROLL for (int i = 0; i < 8; ++i) {
         const float b = __uint_as_float(__byte_perm(words[j % 2 * 2 + i / 4], 0x47000000u, 0x7504 | (i % 4) << 4));
@@ -111,17 +121,17 @@ class BlockState {
 
   __device__ __forceinline__ void read_average(int j, float (&m)[8]) const {
     if (kDtype == StateDtype::bf16) {
-      unpack_bf16(average_[j], m);
+      unpack_bf16(read(1, j), m);
     } else if (kDtype == StateDtype::fp32) {
-      ECHO_UNROLL for (int h = 0; h < 2; ++h) as_floats(*chunk(1, 2 * j + h), m + 4 * h);
+      ECHO_UNROLL for (int h = 0; h < 2; ++h) as_floats(read(1, 2 * j + h), m + 4 * h);
     } else {
-      const uint4& codes = average_[0];
+      const uint4 codes = read(1, 0);
       const uint32_t word = j == 0 ? codes.x : j == 1 ? codes.y : j == 2 ? codes.z : codes.w;
-      const float scale = bf16_value(scales_ >> 16);
+      const float scale = bf16_value(read_scales() >> 16);
       const float offset = -(128.0f + 8.0f) * scale;
       ECHO_UNROLL for (int i = 0; i < 8; ++i) {
         const uint32_t at16 = i < 4 ? word << (16 - 4 * i) : word >> (4 * i - 16);
-        m[i] = __fmaf_rn(__uint_as_float((at16 & 0xf0000u) | 0x43000000u), scale, offset);
+        m[i] = __fmaf_rn(__uint_as_float(and_or(at16, 0xf0000u, 0x43000000u)), scale, offset);
       }
     }
   }
@@ -145,47 +155,66 @@ class BlockState {
     }
   }
 
-  __device__ __forceinline__ void update_compact(const float (&u)[kBlockValues], const Coefficients& k) const {
-    float c[kBlockValues], m[kBlockValues];
-    float c_max = 0.0f, m_max = 0.0f;
+  // m2 first, then c in place of u: no more than two blocks of values are in registers at a time.
+  __device__ __forceinline__ void update_compact(float (&u)[kBlockValues], const Coefficients& k) const {
+    uint32_t m_words[4];
+    uint32_t m_bits;
+    {
+      float m[kBlockValues];
+      float m_max = 0.0f;
+      ECHO_UNROLL for (int j = 0; j < 4; ++j) {
+        float old_m[8];
+        if (!fresh_) read_average(j, old_m);
+        ECHO_UNROLL for (int i = 0; i < 8; ++i) {
+          const float fed = u[8 * j + i] * k.average_from_residual;
+          m[8 * j + i] = fresh_ ? fed : old_m[i] * k.average_decay + fed;
+          m_max = max_nan(m_max, fabsf(m[8 * j + i]));
+        }
+      }
+      m_bits = compact_scale_bits(m_max, 7.0f);
+      const float factor = 1.0f / bf16_value(m_bits);
+      ECHO_UNROLL for (int w = 0; w < 4; ++w) m_words[w] = pack_codes<4, 8>(m, w, factor);
+    }
+    float c_max = 0.0f;
     ECHO_UNROLL for (int j = 0; j < 4; ++j) {
-      float cj[8], mj[8];
-      next(j, u, k, cj, mj);
+      float old_c[8], old_m[8];
+      if (!fresh_) {
+        read_correction(j, old_c);
+        read_average(j, old_m);
+      }
       ECHO_UNROLL for (int i = 0; i < 8; ++i) {
-        c[8 * j + i] = cj[i];
-        m[8 * j + i] = mj[i];
-        c_max = max_nan(c_max, fabsf(cj[i]));
-        m_max = max_nan(m_max, fabsf(mj[i]));
+        float& value = u[8 * j + i];
+        const float fed = value * k.correction_from_residual;
+        value = fresh_ ? fed : (old_c[i] * k.correction_decay + old_m[i] * k.correction_from_average) + fed;
+        c_max = max_nan(c_max, fabsf(value));
       }
     }
-    const uint32_t c_bits = compact_scale_bits(c_max, 127.0f), m_bits = compact_scale_bits(m_max, 7.0f);
-    const float c_factor = 1.0f / bf16_value(c_bits), m_factor = 1.0f / bf16_value(m_bits);
+    const uint32_t c_bits = compact_scale_bits(c_max, 127.0f);
+    const float factor = 1.0f / bf16_value(c_bits);
     uint32_t words[8];
-    ECHO_UNROLL for (int w = 0; w < 8; ++w) words[w] = pack_codes<8>(c + 4 * w, c_factor);
-    __stcs(chunk(0, 0), make_uint4(words[0], words[1], words[2], words[3]));
-    __stcs(chunk(0, 1), make_uint4(words[4], words[5], words[6], words[7]));
-    __stcs(chunk(1, 0), make_uint4(pack_codes<4>(m, m_factor), pack_codes<4>(m + 8, m_factor),
-                                   pack_codes<4>(m + 16, m_factor), pack_codes<4>(m + 24, m_factor)));
-    __stcs(scales(), c_bits | m_bits << 16);
+    ECHO_UNROLL for (int w = 0; w < 8; ++w) words[w] = pack_codes<8, 4>(u, w, factor);
+    write(0, 0, make_uint4(words[0], words[1], words[2], words[3]));
+    write(0, 1, make_uint4(words[4], words[5], words[6], words[7]));
+    write(1, 0, make_uint4(m_words[0], m_words[1], m_words[2], m_words[3]));
+    __stcs(reinterpret_cast<uint32_t*>(tile_ + kCompactScalesOffset) + thread_, c_bits | m_bits << 16);
   }
 
-  template <int kBits>
-  static __device__ __forceinline__ uint32_t pack_codes(const float* v, float factor) {
-    constexpr int kPerWord = 32 / kBits, kOffset = 1 << (kBits - 1);
-    constexpr float kHighest = kOffset - 1;
+  // Word w of a block's codes.
+  template <int kBits, int kPerWord>
+  static __device__ __forceinline__ uint32_t pack_codes(const float (&v)[kBlockValues], int w, float factor) {
+    constexpr int kOffset = 1 << (kBits - 1);
     uint32_t word = 0;
     ECHO_UNROLL for (int i = kPerWord - 1; i >= 0; --i) {
-      const float t = fminf(fmaxf(v[i] * factor, -kHighest), kHighest);
-      word = word * (1u << kBits) + __float_as_uint(t + (kRound + kOffset));
+      // No clamp: the scale's rounding to BF16 lets the largest value exceed the grid's end by less than half a step.
+      word = word * (1u << kBits) + __float_as_uint(v[kPerWord * w + i] * factor + (kRound + kOffset));
     }
     return word - 0x4b400000u * (kBits == 4 ? 0x11111111u : 0x01010101u);
   }
 
+  const uint8_t* source_;
   uint8_t* tile_;
   int thread_;
   bool fresh_;
-  uint4 correction_[4], average_[4];
-  uint32_t scales_;
 };
 
 }  // namespace echo

@@ -14,6 +14,7 @@ struct Records {
   static __device__ __forceinline__ void sum(const RecordArguments& a, const Segments& segments, int segment, int64_t tile,
                                              float (&total)[kBlockValues]) {
     const SlotLayout layout(kBits, kPolicy, a.group_size);
+    ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) total[i] = -0.0f;
     const int num_records = a.algorithm == Algorithm::one_shot ? a.world : 1;
     for (int i = 0; i < num_records; ++i) {
       const int64_t idx = a.algorithm == Algorithm::one_shot ? i * segments.max_tiles() + tile : segment * segments.max_tiles() + tile;
@@ -34,8 +35,7 @@ struct Records {
       const Params read = Q::read(stored);
       const int exponent = *reinterpret_cast<const int16_t*>(record + layout.header);
       const float step = Q::step(read, exponent);
-      if (exponent >= -kFastDecodeExponent && exponent <= kFastDecodeExponent) Codec::template decode<true>(words, step, read.zero, i == 0, total);
-      else Codec::template decode<false>(words, step, read.zero, i == 0, total);
+      Codec::add_decoded(words, step, read.zero, decodes_fast(exponent), total);
     }
   }
 };
@@ -58,7 +58,7 @@ __device__ __forceinline__ int64_t num_tiles(const RecordArguments& a, const Seg
 
 template <int kBits, Policy kPolicy>
 __global__ void __launch_bounds__(kTeamThreads) decode_kernel(const __grid_constant__ RecordArguments a) {
-  __shared__ __align__(16) uint8_t rows[kTeamWarps * 32 * Row<float>::kBytes];
+  __shared__ __align__(16) uint8_t rows[kTeamWarps * 32 * row_bytes_of(2)];
   const Segments segments(a.num_basis_values, a.world, a.group_size, a.algorithm);
   uint8_t* warp_rows = rows + (threadIdx.x >> 5) * 32 * row_bytes(a.dtype);
   for (int64_t number = blockIdx.x; number < num_tiles(a, segments); number += gridDim.x) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kTeamThreads) decode_kernel(const __grid_const
 
 template <int kBits, Policy kPolicy, StateDtype kState>
 __global__ void __launch_bounds__(kTeamThreads) update_kernel(const __grid_constant__ RecordArguments a) {
-  __shared__ __align__(16) uint8_t rows[kTeamWarps * 32 * Row<float>::kBytes];
+  __shared__ __align__(16) uint8_t rows[kTeamWarps * 32 * row_bytes_of(2)];
   constexpr bool kRotates = Quantizer<kBits, kPolicy>::kRotates;
   const Segments segments(a.num_basis_values, a.world, a.group_size, a.algorithm);
   uint8_t* warp_rows = rows + (threadIdx.x >> 5) * 32 * row_bytes(a.dtype);
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kTeamThreads) update_kernel(const __grid_const
     if (place.first >= place.end) continue;
     stage_in(warp_rows, a.x, place.warp_first(), place.end, a.dtype, a.aligned);
     commit_stage();
-    BlockState<kState> state(a.state + number * state_tile_bytes(kState), a.fresh);
-    state.load(true);
+    uint8_t* tile = a.state + number * state_tile_bytes(kState);
+    const BlockState<kState> state(tile, tile, a.fresh);
     float sum[kBlockValues], v[kBlockValues];
     Records<kBits, kPolicy>::sum(a, segments, place.segment, place.tile, sum);
     wait_stage<0>();

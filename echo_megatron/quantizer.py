@@ -215,7 +215,7 @@ class Quantizer:
         scale = scale.where(hi != lo, amax)  # a constant group: code 0 and zero-point -+1 give the constant itself
         scale, scale_bytes = self._store_scale(scale, finite)
         zero = self._blended_zero(lo, hi, scale).to(torch.float16)
-        zero = zero.where(finite, torch.zeros_like(zero))
+        zero = zero.where(scale.isfinite(), torch.zeros_like(zero))
         return scale, zero.to(torch.float32), torch.cat((scale_bytes, _bytes_of(zero)), dim=-1)
 
     def _parameters8(self, lo: Tensor, hi: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +233,7 @@ class Quantizer:
     def _blended_zero(self, lo: Tensor, hi: Tensor, scale: Tensor) -> Tensor:
         """The real zero-point, moved to the integer as far as the group straddles zero; `naive` leaves it real."""
         reciprocal = 1.0 / scale
-        zero = -lo * reciprocal
+        zero = 0.0 - lo * reciprocal  # never -0, whichever zero the minimum was
         if self.policy is Policy.naive:
             return zero
         straddle = (torch.minimum(-lo, hi) * reciprocal).clamp(0.0, 1.0)
