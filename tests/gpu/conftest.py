@@ -1,6 +1,10 @@
 """Everything here needs GPUs; without one it is skipped and counted as skipped. `scripts/gpu_tests.sh` runs it."""
 
+import os
 from pathlib import Path
+
+# Before anything asks for the GPU, see virtual_ranks.py.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import pytest
 import torch

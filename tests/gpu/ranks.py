@@ -88,7 +88,9 @@ def run_ranks(
         for rank in range(world_size):
             device = rank if devices is None else devices[rank]
             process = context.Process(target=_entry, args=(rank, world_size, folder, device, not killed, fn, args))
-            with _environment({**(env or {}), **(rank_env(rank) if rank_env else {})}):
+            # Kernels are loaded as in any user's process, not as virtual ranks need it.
+            own = {"CUDA_MODULE_LOADING": "LAZY", **(env or {}), **(rank_env(rank) if rank_env else {})}
+            with _environment(own):
                 process.start()
             processes.append(process)
         hung = _join(processes, Path(folder), timeout_s)

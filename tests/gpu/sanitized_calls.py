@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from virtual_ranks import CONTROL_BYTES, Call, VirtualRanks, VirtualWorkspaces, assert_same_bits, numbers_of
+from virtual_ranks import Call, VirtualRanks, VirtualWorkspaces, assert_same_bits, numbers_of
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.sites import Site
@@ -77,10 +77,10 @@ def record(folder):
 def put_into_place(memory: VirtualWorkspaces, recorded):
     """What the peers wrote, but the rank's own counts as before the call."""
     for buffer, after in zip(memory.buffers, recorded["workspaces"], strict=True):
-        counts = buffer[: CONTROL_BYTES + 4 * memory.num_teams].clone()
+        control, epochs = buffer[:20].clone(), buffer[memory.epochs_at].clone()
         buffer.copy_(after)
-        buffer[:20].copy_(counts[:20])
-        buffer[CONTROL_BYTES : CONTROL_BYTES + 4 * memory.num_teams].copy_(counts[CONTROL_BYTES:])
+        buffer[:20].copy_(control)
+        buffer[memory.epochs_at].copy_(epochs)
     torch.cuda.synchronize()
 
 

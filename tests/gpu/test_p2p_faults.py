@@ -5,9 +5,7 @@ import time
 import pytest
 import torch
 from virtual_ranks import (
-    CONTROL_BYTES,
-    NUM_STAGES,
-    SLOT_ALIGNMENT,
+    STAGES,
     Call,
     CheckedRanks,
     VirtualRanks,
@@ -111,14 +109,9 @@ def test_two_shot_says_that_it_waited_for_the_gather():
 
 def _restore_all_but_pushes(memory, before):
     """Rank 0's workspace as it was before the call, except flags and slots of the push stage."""
-    flags_at = CONTROL_BYTES + -(-4 * memory.num_teams // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    num_flags = NUM_STAGES * (memory.world_size - 1) * memory.num_teams * memory.ring
-    slots_at = flags_at + -(-4 * num_flags // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    now = memory.buffers[0]
-    gather_flags = slice(flags_at + 2 * num_flags, flags_at + 4 * num_flags)
-    gather_slots = slice(slots_at + num_flags // 2 * memory.slot_bytes, slots_at + num_flags * memory.slot_bytes)
-    for part in (slice(0, flags_at), gather_flags, gather_slots):
-        now[part].copy_(before[part])
+    gather = STAGES.index("gather")
+    for part in (slice(0, memory.epochs_at.stop), memory.flags_at(gather), memory.slots_at(gather)):
+        memory.buffers[0][part].copy_(before[part])
     torch.cuda.synchronize()
 
 

@@ -2,8 +2,8 @@
 
 A rank has its workspace, its stream, its compensators and its failure record; its peers' workspaces are memory of the
 same GPU. Kernels of all ranks must be resident at once, so each rank gets its share of the multiprocessors. What a
-call needs is allocated before the first rank is launched: an allocation, or a kernel that is loaded at its first use,
-may wait for the GPU, and a rank's kernel waits for the ranks that are not launched yet.
+call needs is allocated before the first rank is launched, and kernels are loaded when the program starts: both may wait
+for the GPU, and a rank's kernel waits for the ranks that are not launched yet.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
-# One hardware queue a stream: two ranks in one queue would wait for each other. Read when the context is made.
+# Read when CUDA is initialized. One hardware queue a stream: two ranks in one queue would wait for each other. All
+# kernels loaded then: loading one at its first use waits for the ranks' kernels that run, which wait for that rank.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ TEAM_THREADS = TILE_VALUES // BLOCK_VALUES
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CONTROL_BYTES = 4096
 SLOT_ALIGNMENT = 128
+FLAG_BYTES = 8
 NUM_STAGES = 2
 FAILURE_CODES = ("none", "timeout", "mismatch", "peer")
 STAGES = ("push", "gather", "rescale")
@@ -113,6 +116,7 @@ class VirtualWorkspaces:
         self.ring = library.ring_size(MAX_DEPTH)
         self.slot_bytes = library.slot_bytes(8, index_of(Policy.zero_aware), 32)  # the largest of all
         num_bytes = library.workspace_bytes(world_size, self.num_teams, self.ring, self.slot_bytes)
+        assert num_bytes == self.slots_at().stop, "the layout here is not that of cuda/layout.cuh"
         self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(world_size)]
         self.peers = [buffer.data_ptr() for buffer in self.buffers]
         self.failure_records = [torch.zeros(16, dtype=torch.int64).pin_memory() for _ in range(world_size)]
@@ -144,21 +148,38 @@ class VirtualWorkspaces:
         failures = self.failures()
         assert not any(failures), f"failures by rank: {failures}"
 
+    @property
+    def epochs_at(self) -> slice:
+        """Bytes of a workspace that hold the teams' epochs."""
+        return slice(CONTROL_BYTES, CONTROL_BYTES + 4 * self.num_teams)
+
+    def flags_at(self, *stages: int) -> slice:
+        """Bytes of a workspace that hold the flags of these stages, which follow each other; of all unless told."""
+        return self._stages_at(_aligned(self.epochs_at.stop), FLAG_BYTES, stages)
+
+    def slots_at(self, *stages: int) -> slice:
+        """Bytes of a workspace that hold the slots of these stages."""
+        return self._stages_at(_aligned(self.flags_at().stop), self.slot_bytes, stages)
+
+    def _stages_at(self, begin: int, slot_bytes: int, stages: Sequence[int]) -> slice:
+        num_bytes = (self.world_size - 1) * self.num_teams * self.ring * slot_bytes  # of one stage
+        first, last = (min(stages), max(stages)) if stages else (0, NUM_STAGES - 1)
+        return slice(begin + first * num_bytes, begin + (last + 1) * num_bytes)
+
     def set_epochs(self, epoch: int) -> None:
         """Makes the workspaces look as if every team had done `epoch` tiles, each slot written by its last tile."""
-        flags_at = CONTROL_BYTES + -(-4 * self.num_teams // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        num_flags = NUM_STAGES * (self.world_size - 1) * self.num_teams * self.ring
         last_tiles = [epoch - 1 - (epoch - 1 - slot) % self.ring for slot in range(self.ring)]
-        flags = torch.tensor([_as_int32(tile + 1) for tile in last_tiles], dtype=torch.int32, device="cuda")
+        # Exponent and signature, in the upper half of a flag, are only looked at where the tile number is the expected.
+        flags = torch.tensor([(tile + 1) % 2**32 for tile in last_tiles], dtype=torch.int64, device="cuda")
         for buffer in self.buffers:
-            buffer[CONTROL_BYTES : CONTROL_BYTES + 4 * self.num_teams].view(torch.int32).fill_(_as_int32(epoch))
-            buffer[flags_at : flags_at + 4 * num_flags].view(torch.int32).view(-1, self.ring).copy_(flags)
+            buffer[self.epochs_at].view(torch.int32).fill_(_as_int32(epoch))
+            buffer[self.flags_at()].view(torch.int64).view(-1, self.ring).copy_(flags)
         torch.cuda.synchronize()
 
     def epochs(self, rank: int) -> list[int]:
         """Tiles that each team of a rank has done, modulo 2^32; waits for the GPU."""
         torch.cuda.synchronize()
-        words = self.buffers[rank][CONTROL_BYTES : CONTROL_BYTES + 4 * self.num_teams].view(torch.int32)
+        words = self.buffers[rank][self.epochs_at].view(torch.int32)
         return [word % 2**32 for word in words.tolist()]
 
     def set_amax_epoch(self, epoch: int) -> None:
@@ -166,6 +187,10 @@ class VirtualWorkspaces:
         for buffer in self.buffers:
             buffer[:4].view(torch.int32).fill_(_as_int32(epoch))
         torch.cuda.synchronize()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def _as_int32(word: int) -> int:
@@ -459,7 +484,7 @@ def unpack_records(slots: Tensor, quantizer: Quantizer, num_rows: int) -> Record
     num_code_bytes = TILE_VALUES * quantizer.bits // 8
     num_param_bytes = quantizer.groups_per_tile * quantizer.param_bytes
     header_at = num_code_bytes + -(-num_param_bytes // 16) * 16
-    slot_bytes = -(-(header_at + HEADER_BYTES) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    slot_bytes = _aligned(header_at + HEADER_BYTES)
     tiles = slots.view(num_rows, -1, slot_bytes)
     # 16-byte chunk j of thread t lies at (j * 128 + t) * 16.
     packed = tiles[..., :num_code_bytes].unflatten(-1, (-1, TEAM_THREADS, 16)).transpose(-3, -2).flatten(-3)
