@@ -29,6 +29,22 @@ constexpr int kMaxRing = 16;
 constexpr int kMaxEvents = 16;  // released records that the send warp may be behind
 constexpr int kAllPeers = 15;
 
+// A team's tiles of one segment. Row k starts at value first + k * stride.
+struct SegmentRows {
+  int64_t first, end;
+  uint8_t* state;
+  int rows;   // that exist
+  int whole;  // whose tile x fills
+
+  __device__ __forceinline__ int64_t value(int k, int stride) const { return first + static_cast<int64_t>(k) * stride; }
+};
+
+// What a team looks up once; shared memory keeps it out of registers.
+struct TeamConstants {
+  SegmentRows own, peer;
+  uint8_t *push_ring, *pushed_ring, *gather_ring, *gathered_ring;
+};
+
 struct TeamScratch {
   float warp_amax[2][kTeamWarps];
   uint32_t issued[kTeamWarps];            // events whose stores this warp has done
@@ -39,6 +55,7 @@ struct TeamScratch {
   uint32_t ready[2][kMaxRanks];           // rows received, by stage and source
   int16_t exponent[2][kMaxRanks][kMaxRing];  // of the rows received last
   uint32_t epoch;
+  TeamConstants constants;
 };
 constexpr int kTeamScratchBytes = 1024;
 static_assert(sizeof(TeamScratch) <= kTeamScratchBytes, "the team's scratch is full");
@@ -46,6 +63,7 @@ static_assert(sizeof(TeamScratch) <= kTeamScratchBytes, "the team's scratch is f
 __host__ __device__ __forceinline__ int stage_bytes(Dtype dtype) {
   return kTeamWarps * 32 * row_bytes(dtype);
 }
+__host__ __device__ __forceinline__ int received_record_bytes(int bits) { return kTeamThreads * (4 * bits + 4); }
 __host__ __device__ __forceinline__ int own_record_bytes(int bits) { return kTeamThreads * (4 * bits + 8); }
 // FP32 state is read where it lies: a copy would not fit beside the rest.
 __host__ __device__ __forceinline__ int staged_state_bytes(Residual residual, StateDtype state) {
@@ -55,9 +73,10 @@ __host__ __device__ __forceinline__ int staged_state_bytes(Residual residual, St
 
 // Byte offsets in a team's shared memory.
 struct TeamLayout {
-  int own_records, state, bytes;
+  int received, own_records, state, bytes;
   __host__ __device__ __forceinline__ TeamLayout(int bits, Algorithm algorithm, Residual residual, StateDtype state_dtype, Dtype dtype, int depth) {
-    own_records = kTeamScratchBytes + 2 * stage_bytes(dtype);
+    received = kTeamScratchBytes + 2 * stage_bytes(dtype);
+    own_records = received + (algorithm == Algorithm::one_shot ? 1 : 2) * received_record_bytes(bits);
     state = own_records + (algorithm == Algorithm::one_shot ? (depth + 1) * own_record_bytes(bits) : 0);
     bytes = state + staged_state_bytes(residual, state_dtype);
   }
@@ -106,16 +125,6 @@ __device__ __forceinline__ TeamScratch* scratch_of(uint8_t* shared, int team_byt
   return reinterpret_cast<TeamScratch*>(shared + team_in_block * team_bytes);
 }
 
-// A team's tiles of one segment. Row k starts at value first + k * stride.
-struct SegmentRows {
-  int64_t first, end;
-  int rows;   // that exist
-  int whole;  // whose tile x fills
-  uint8_t* state;
-
-  __device__ __forceinline__ int64_t value(int k, int stride) const { return first + static_cast<int64_t>(k) * stride; }
-};
-
 // kPair: two ranks, BF16, aligned tensors, known when the kernel is compiled. Anything else runs with kPair false.
 template <int kBits, Policy kPolicy, Algorithm kAlgorithm, Residual kResidual, StateDtype kState, bool kPair>
 class Team {
@@ -140,21 +149,25 @@ class Team {
     uint8_t* own = shared + threadIdx.x / kTeamThreads * layout.bytes;
     scratch_ = reinterpret_cast<TeamScratch*>(own);
     stages_ = own + kTeamScratchBytes;
+    received_ = own + layout.received;
     own_records_ = own + layout.own_records;
     staged_state_ = own + layout.state;
-    epoch_ = scratch_->epoch;
     row_stride_ = plan_.num_teams * kTileValues;
-    if (kOneShot || kPair) own_rows_ = rows_of(kOneShot ? 0 : s_.rank);
-    if (kPair) {
-      const int peer = 1 - s_.rank;
-      if (!kOneShot) {
-        peer_rows_ = rows_of(peer);
-        gather_ring_ = plan_.slot(Stage::gather, peer, s_.rank, 0);
-        gathered_ring_ = plan_.slot(Stage::gather, s_.rank, peer, 0);
+    if (thread_ == 0) {
+      TeamConstants& constants = scratch_->constants;
+      if (kOneShot || kPair) constants.own = rows_of(kOneShot ? 0 : s_.rank);
+      if (kPair) {
+        const int peer = 1 - s_.rank;
+        constants.push_ring = plan_.slot(Stage::push, peer, s_.rank, 0);
+        constants.pushed_ring = plan_.slot(Stage::push, s_.rank, peer, 0);
+        if (!kOneShot) {
+          constants.peer = rows_of(peer);
+          constants.gather_ring = plan_.slot(Stage::gather, peer, s_.rank, 0);
+          constants.gathered_ring = plan_.slot(Stage::gather, s_.rank, peer, 0);
+        }
       }
-      push_ring_ = plan_.slot(Stage::push, peer, s_.rank, 0);
-      pushed_ring_ = plan_.slot(Stage::push, s_.rank, peer, 0);
     }
+    sync();
   }
 
   __device__ __forceinline__ void run() {
@@ -165,13 +178,17 @@ class Team {
     commit_stage();
     int done = 0;
     _Pragma("unroll 1") for (int k = 0; k < num_rows + lag; ++k) {
-      // Received codes start on their way into registers before the work that hides it.
-      if (k >= lag && !receive_tail(k - lag)) break;
+      // Received codes start on their way before the work that hides it.
+      wanted_tail_ = k >= lag ? k - lag : -1;
+      wanted_reduce_ = !kOneShot && k >= a_.depth && k - a_.depth < num_rows && has_tile(s_.rank, k - a_.depth) ? k - a_.depth : -1;
+      const int tail_row = wanted_tail_, reduce_row = wanted_reduce_;
+      if (tail_row >= 0 && !wait_ready(kOneShot ? Stage::push : Stage::gather, tail_row)) break;
+      if (reduce_row >= 0 && !wait_ready(Stage::push, reduce_row)) break;
       if (k < num_rows) push(k);
-      if (!kOneShot && k >= a_.depth && k - a_.depth < num_rows && !reduce(k - a_.depth)) break;
-      if (k >= lag) {
-        tail(k - lag);
-        done = k - lag + 1;
+      if (reduce_row >= 0) reduce(reduce_row);
+      if (tail_row >= 0) {
+        tail(tail_row);
+        done = tail_row + 1;
       }
     }
     wait_stage<0>();
@@ -179,7 +196,7 @@ class Team {
     __syncwarp();
     if ((thread_ & 31) == 0) atomicAdd(&scratch_->finished, 1u);
     sync();
-    if (thread_ == 0 && num_rows > 0) *plan_.epoch_word() = epoch_ + static_cast<uint32_t>(num_rows);
+    if (thread_ == 0 && num_rows > 0) *plan_.epoch_word() = scratch_->epoch + static_cast<uint32_t>(num_rows);
   }
 
  private:
@@ -213,13 +230,13 @@ class Team {
   }
   // Known beforehand for one-shot and for two ranks; otherwise worked out where it is needed.
   __device__ __forceinline__ SegmentRows segment_rows(int segment) const {
-    if (kOneShot) return own_rows_;
-    if (kPair) return segment == s_.rank ? own_rows_ : peer_rows_;
+    if (kOneShot) return scratch_->constants.own;
+    if (kPair) return segment == s_.rank ? scratch_->constants.own : scratch_->constants.peer;
     return rows_of(segment);
   }
   __device__ __forceinline__ bool has_tile(int segment, int k) const {
     if (kOneShot) return k < plan_.num_rows;
-    return kPair ? k < (segment == s_.rank ? own_rows_ : peer_rows_).rows : plan_.has_tile(segment, k);
+    return kPair ? k < (segment == s_.rank ? scratch_->constants.own.rows : scratch_->constants.peer.rows) : plan_.has_tile(segment, k);
   }
   __device__ __forceinline__ int warp_values() const { return (thread_ >> 5) * 32 * kBlockValues; }
   __device__ __forceinline__ uint8_t* warp_rows(int stage) const {
@@ -234,15 +251,15 @@ class Team {
   }
   // Slots of the first peer's rings are used most: their places are worked out once.
   __device__ __forceinline__ uint8_t* in_ring(uint8_t* ring, int k) const {
-    return ring + ((epoch_ + k) & static_cast<uint32_t>(a_.workspace.ring - 1)) * static_cast<uint32_t>(a_.workspace.slot_bytes);
+    return ring + ((scratch_->epoch + k) & static_cast<uint32_t>(a_.workspace.ring - 1)) * static_cast<uint32_t>(a_.workspace.slot_bytes);
   }
   __device__ __forceinline__ uint8_t* sent_slot(Stage stage, int peer, int k) const {
-    if (kPair) return in_ring(stage == Stage::push ? push_ring_ : gather_ring_, k);
-    return plan_.slot(stage, peer, s_.rank, epoch_ + k);
+    if (kPair) return in_ring(stage == Stage::push ? scratch_->constants.push_ring : scratch_->constants.gather_ring, k);
+    return plan_.slot(stage, peer, s_.rank, scratch_->epoch + k);
   }
   __device__ __forceinline__ const uint8_t* received_slot(Stage stage, int source, int k) const {
-    if (kPair) return in_ring(stage == Stage::push ? pushed_ring_ : gathered_ring_, k);
-    return plan_.slot(stage, s_.rank, source, epoch_ + k);
+    if (kPair) return in_ring(stage == Stage::push ? scratch_->constants.pushed_ring : scratch_->constants.gathered_ring, k);
+    return plan_.slot(stage, s_.rank, source, scratch_->epoch + k);
   }
   __device__ __forceinline__ uint8_t* kept_record(int source, int segment, int k) const {
     const int64_t idx = kOneShot ? source * plan_.segments.max_tiles() + plan_.tile_of_row(k) : tile_idx(segment, k);
@@ -309,6 +326,8 @@ class Team {
   __device__ __forceinline__ void take_tile(int segment, int k, float (&v)[kBlockValues]) {
     prefetch();
     wait_stage<1>();       // all but the copy that has just begun: this tile and its state
+    fetched_since_wait_ = false;
+    fetch_wanted();
     stage_ = next_stage_;  // two prefetches on, the tile lies in the stage that comes next
     read_row(own_row(stage_), dtype(), v);
     if (kResidual == Residual::consensus && a_.kept_x != nullptr)
@@ -382,6 +401,41 @@ class Team {
     else if (Q::kParamBytes == 2) record.params.stored = __ldcg(reinterpret_cast<const uint16_t*>(params));
     else record.params.stored = __ldcg(reinterpret_cast<const uint32_t*>(params));
     record.exponent = scratch_->exponent[static_cast<int>(stage)][source][k & (kMaxRing - 1)];
+  }
+
+  // The same in two steps, through shared memory: a copy that starts early and needs no registers. Each thread copies what
+  // it will read; of the parameters the word that holds its own.
+  __device__ __forceinline__ int param_offset() const { return (thread_ >> a_.group_shift) * Q::kParamBytes; }
+  __device__ __forceinline__ void fetch(int place, Stage stage, int source, int k) const {
+    const uint8_t* from = received_slot(stage, source, k);
+    const uint32_t to = shared_address(received_ + place * received_record_bytes(kBits));
+    ECHO_UNROLL for (int j = 0; j < kBits / 4; ++j)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + (j * kTeamThreads + thread_) * 16), "l"(from + (j * kTeamThreads + thread_) * 16) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to + kTeamThreads * 4 * kBits + thread_ * 4), "l"(from + slot_layout_.params + (param_offset() & ~3)) : "memory");
+  }
+  __device__ __forceinline__ void take_fetched(int place, Stage stage, int source, int k, Record& record) const {
+    const uint8_t* from = received_ + place * received_record_bytes(kBits);
+    ECHO_UNROLL for (int j = 0; j < kBits / 4; ++j) {
+      const uint4 chunk = reinterpret_cast<const uint4*>(from)[j * kTeamThreads + thread_];
+      record.words[4 * j] = chunk.x;
+      record.words[4 * j + 1] = chunk.y;
+      record.words[4 * j + 2] = chunk.z;
+      record.words[4 * j + 3] = chunk.w;
+    }
+    const uint32_t word = reinterpret_cast<const uint32_t*>(from + kTeamThreads * 4 * kBits)[thread_];
+    record.params.stored = word >> ((param_offset() & 3) * 8);
+    if (Q::kParamBytes < 4) record.params.stored &= (1u << (Q::kParamBytes * 8 % 32)) - 1;
+    record.exponent = scratch_->exponent[static_cast<int>(stage)][source][k & (kMaxRing - 1)];
+  }
+  __device__ __forceinline__ bool fetches_tail(int k) const { return kOneShot || has_tile(peer_at(1), k); }
+  // The first source's record of the rows that this iteration will reduce and finish.
+  __device__ __forceinline__ void fetch_wanted() {
+    if (wanted_tail_ < 0 && wanted_reduce_ < 0) return;
+    if (wanted_tail_ >= 0 && fetches_tail(wanted_tail_)) fetch(0, kOneShot ? Stage::push : Stage::gather, peer_at(1), wanted_tail_);
+    if (!kOneShot && wanted_reduce_ >= 0) fetch(1, Stage::push, peer_at(1), wanted_reduce_);
+    commit_stage();
+    wanted_tail_ = wanted_reduce_ = -1;
+    fetched_since_wait_ = true;
   }
 
   // Hands the record to the send warp, once this warp's stores are done; it announces what all four warps have handed over.
@@ -474,17 +528,15 @@ class Team {
 
   // -- phase 2
 
-  __device__ __forceinline__ bool reduce(int k) {
+  __device__ __forceinline__ void reduce(int k) {
     const int segment = s_.rank;
-    if (!has_tile(segment, k)) return true;
-    if (!wait_ready(Stage::push, k)) return false;
-    Record received;
-    load_received(Stage::push, kPair ? peer_at(1) : 0, k, received);  // rank 0's own is not used
     float v[kBlockValues];
     take_tile(segment, k, v);
+    if (fetched_since_wait_) wait_stage<0>();  // nothing was pushed in this iteration
     const BlockState<kState> state = state_of(segment, k);
     if (kCompensates) state.add_correction(v);
-    Record record;
+    Record received, record;
+    if (kPair) take_fetched(1, Stage::push, peer_at(1), k, received);
     if (kPair) {  // of two terms the order does not matter
       add(received, 1.0f, decodes_fast(received.exponent), v);
       finish_reduce(segment, k, state, v, record);
@@ -495,7 +547,8 @@ class Team {
         if (source == s_.rank) {
           ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) sum[i] = sum[i] + v[i];
         } else {
-          if (source != 0) load_received(Stage::push, source, k, received);
+          if (source == peer_at(1)) take_fetched(1, Stage::push, source, k, received);
+          else load_received(Stage::push, source, k, received);
           add(received, 1.0f, decodes_fast(received.exponent), sum);
         }
       }
@@ -503,7 +556,6 @@ class Team {
     }
     prefetch_state();
     commit_stage();
-    return true;
   }
 
   __device__ __forceinline__ void finish_reduce(int segment, int k, const BlockState<kState>& state, float (&sum)[kBlockValues], Record& record) {
@@ -528,31 +580,31 @@ class Team {
 
   // -- phase 3
 
-  __device__ __forceinline__ bool receive_tail(int k) {
-    const Stage stage = kOneShot ? Stage::push : Stage::gather;
-    if (!wait_ready(stage, k)) return false;
-    const int source = peer_at(1);
-    if (kOneShot || has_tile(source, k)) load_received(stage, source, k, received_);
-    return true;
-  }
-
   __device__ __forceinline__ void tail(int k) {
+    if (wanted_tail_ >= 0) {  // nothing was pushed or reduced in this iteration
+      fetch_wanted();
+      wait_stage<0>();
+    } else if (fetched_since_wait_) {
+      wait_stage<1>();  // all but the state of the next tile
+    }
+    Record received;
+    if (fetches_tail(k)) take_fetched(0, kOneShot ? Stage::push : Stage::gather, peer_at(1), k, received);
     if (kOneShot) {
-      tail_one_shot(k);
+      tail_one_shot(k, received);
       return;
     }
     _Pragma("unroll 1") for (int i = 1; i < world(); ++i) {
       const int peer = peer_at(i);
       if (!has_tile(peer, k)) continue;
-      if (i > 1) load_received(Stage::gather, peer, k, received_);
-      if (a_.codes != nullptr) store_received(kept_record(0, peer, k), received_);
+      if (i > 1) load_received(Stage::gather, peer, k, received);
+      if (a_.codes != nullptr) store(kept_record(0, peer, k), received);
       float decoded[kBlockValues];
-      decode_output(received_, decoded);
+      decode_output(received, decoded);
       write_output(peer, k, decoded);
     }
   }
 
-  __device__ __forceinline__ void tail_one_shot(int k) {
+  __device__ __forceinline__ void tail_one_shot(int k, const Record& received) {
     Record own;
     recall_own(own);
     bool fast = decodes_fast(own.exponent);
@@ -561,17 +613,18 @@ class Team {
     const float fold = Q::kRotates && fast ? 1.0f / kBlockValues : 1.0f;
     float sum[kBlockValues];
     if (kPair) {  // of two terms the order does not matter
-      if (a_.codes != nullptr) store_received(kept_record(peer_at(1), 0, k), received_);
+      if (a_.codes != nullptr) store(kept_record(peer_at(1), 0, k), received);
       const Params params = Q::read(own.params.stored);
       Codec::decode(own.words, Q::step(params, own.exponent) * fold, params.zero, fast, sum);
-      add(received_, fold, fast, sum);
+      add(received, fold, fast, sum);
     } else {
       ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) sum[i] = -0.0f;
       _Pragma("unroll 1") for (int source = 0; source < world(); ++source) {
         Record record = own;
         if (source != s_.rank) {
-          load_received(Stage::push, source, k, record);
-          if (a_.codes != nullptr) store_received(kept_record(source, 0, k), record);
+          if (source == peer_at(1)) record = received;
+          else load_received(Stage::push, source, k, record);
+          if (a_.codes != nullptr) store(kept_record(source, 0, k), record);
         }
         add(record, fold, fast, sum);
       }
@@ -582,10 +635,6 @@ class Team {
     }
     if (kLateUpdate) late_update(k, own, sum);
     write_output(0, k, sum);
-  }
-
-  __device__ __forceinline__ void store_received(uint8_t* target, Record record) const {
-    store(target, record);
   }
 
   // The decoded sum, back in the basis of y.
@@ -616,17 +665,17 @@ class Team {
   // the segment. x' is formed again: x is still there, also in place, and the state is not yet updated.
   __device__ __forceinline__ void late_update(int k, const Record& own, const float (&reduced)[kBlockValues]) {
     float v[kBlockValues];
-    copy_in(own_rows_, k, warp_rows(stage_));
+    copy_in(scratch_->constants.own, k, warp_rows(stage_));
     commit_stage();
     wait_stage<0>();
     read_row(own_row(stage_), dtype(), v);
     __syncwarp();
-    const BlockState<kState> state(state_tile(own_rows_, k), state_tile(own_rows_, k), a_.fresh);
+    const BlockState<kState> state(state_tile(scratch_->constants.own, k), state_tile(scratch_->constants.own, k), a_.fresh);
     state.add_correction(v);
-    fill(v, valid_values(own_rows_, 0, k));
+    fill(v, valid_values(scratch_->constants.own, 0, k));
     const Params params = Q::read(own.params.stored);
     const Segments owners(a_.num_basis_values, world(), a_.group_size, Algorithm::two_shot);
-    const int64_t first = own_rows_.value(k, row_stride_) + thread_ * kBlockValues;
+    const int64_t first = scratch_->constants.own.value(k, row_stride_) + thread_ * kBlockValues;
     const bool owned = first >= owners.begin(s_.rank) && first < owners.end(s_.rank);
     float d[kBlockValues];
     Codec::decode(own.words, Q::step(params, own.exponent), params.zero, decodes_fast(own.exponent), d);
@@ -660,18 +709,17 @@ class Team {
   const int call_exponent_;
   const uint32_t* failed_;
   const int thread_;
-  uint32_t epoch_, num_events_ = 0;
+  uint32_t num_events_ = 0;
   int row_stride_;
-  SegmentRows own_rows_, peer_rows_;
-  uint8_t *push_ring_, *pushed_ring_, *gather_ring_, *gathered_ring_;
-  uint8_t *stages_, *own_records_, *staged_state_;
+  uint8_t *stages_, *received_, *own_records_, *staged_state_;
   TeamScratch* scratch_;
   int cursor_k_ = 0, cursor_i_ = 0, next_segment_ = 0, next_row_ = 0;
   bool next_valid_ = false;
   int next_stage_ = 0, stage_ = 0;
   int keep_place_ = 0, recall_place_ = 0;
   int amax_parity_ = 0;
-  Record received_;
+  int wanted_tail_ = -1, wanted_reduce_ = -1;
+  bool fetched_since_wait_ = false;
 };
 
 // The send warp: announces the records that teams have stored. One fence serves all that is ready.
@@ -763,6 +811,7 @@ __device__ __forceinline__ void run_receive_warp(const Arguments& a, uint8_t* sh
       }
     }
     if (progress) patience.renew();
+    else __nanosleep(200);  // leaves the issue slots to the teams
     patience.set_grace(next[0] < rows[0] ? 0 : kGatherGraceNs);
     if (load_acquire_shared(failed) != 0u) return;
   }

@@ -31,20 +31,38 @@ template <int kShift>
 struct Chunks {
   static constexpr int kPerLane = 2 << kShift, kPerRow = 2 << kShift;
   static constexpr int kRowsAStep = 32 / kPerRow;
-  static __device__ __forceinline__ int in_rows(int lane, int j) {
+  static __host__ __device__ constexpr int in_rows(int lane, int j) {
     return (j * kRowsAStep + lane / kPerRow) * row_bytes_of(kShift) + lane % kPerRow * 16;
   }
-  static __device__ __forceinline__ int in_memory(int lane, int j) { return (j * 32 + lane) * 16; }
+  static __host__ __device__ constexpr int in_memory(int lane, int j) { return (j * 32 + lane) * 16; }
 };
+
+// Offsets are part of the instruction, so that one address is enough for all chunks of a lane.
+template <int kShift, int kChunk = 0>
+static __device__ __forceinline__ void copy_chunks_in(uint32_t target, const uint8_t* source) {
+  using C = Chunks<kShift>;
+  if constexpr (kChunk < C::kPerLane) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %3], 16;" ::"r"(target), "l"(source),
+                 "n"(kChunk * C::kRowsAStep * row_bytes_of(kShift)), "n"(kChunk * 512) : "memory");
+    copy_chunks_in<kShift, kChunk + 1>(target, source);
+  }
+}
+template <int kShift, int kChunk = 0>
+static __device__ __forceinline__ void copy_chunks_out(const uint8_t* source, uint8_t* target) {
+  using C = Chunks<kShift>;
+  if constexpr (kChunk < C::kPerLane) {
+    const uint4 chunk = *reinterpret_cast<const uint4*>(source + kChunk * C::kRowsAStep * row_bytes_of(kShift));
+    asm volatile("st.global.cs.v4.u32 [%0 + %5], {%1, %2, %3, %4};" ::"l"(target), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z), "r"(chunk.w),
+                 "n"(kChunk * 512) : "memory");
+    copy_chunks_out<kShift, kChunk + 1>(source, target);
+  }
+}
 
 template <int kShift>
 static __device__ __forceinline__ void stage_in_whole(uint8_t* rows, const uint8_t* source) {
   using C = Chunks<kShift>;
   const int lane = threadIdx.x & 31;
-  const uint32_t target = shared_address(rows) + C::in_rows(lane, 0);
-  source += C::in_memory(lane, 0);
-  ECHO_UNROLL for (int j = 0; j < C::kPerLane; ++j)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target + C::in_rows(0, j)), "l"(source + C::in_memory(0, j)) : "memory");
+  copy_chunks_in<kShift>(shared_address(rows) + C::in_rows(lane, 0), source + C::in_memory(lane, 0));
 }
 
 template <int kShift>
@@ -101,10 +119,7 @@ template <int kShift>
 static __device__ __forceinline__ void stage_out_whole(const uint8_t* rows, uint8_t* target) {
   using C = Chunks<kShift>;
   const int lane = threadIdx.x & 31;
-  const uint8_t* source = rows + C::in_rows(lane, 0);
-  target += C::in_memory(lane, 0);
-  ECHO_UNROLL for (int j = 0; j < C::kPerLane; ++j)
-    __stcs(reinterpret_cast<uint4*>(target + C::in_memory(0, j)), *reinterpret_cast<const uint4*>(source + C::in_rows(0, j)));
+  copy_chunks_out<kShift>(rows + C::in_rows(lane, 0), target + C::in_memory(lane, 0));
 }
 
 // Copies the warp's rows to values [first, end) of y; the rows are complete after a __syncwarp.

@@ -58,25 +58,10 @@ class BlockState {
     }
   }
 
-  // Feeds the residual u back (paper Eqn. 11). u is used up.
-  __device__ __forceinline__ void update(float (&u)[kBlockValues], const Coefficients& k) const {
-    if (kDtype == StateDtype::compact) {
-      update_compact(u, k);
-      return;
-    }
-    ECHO_UNROLL for (int j = 0; j < 4; ++j) {
-      float c[8], m[8];
-      next(j, u, k, c, m);
-      if (kDtype == StateDtype::bf16) {
-        write(0, j, pack_bf16(c));
-        write(1, j, pack_bf16(m));
-      } else {
-        ECHO_UNROLL for (int h = 0; h < 2; ++h) {
-          write(0, 2 * j + h, as_chunk(c + 4 * h));
-          write(1, 2 * j + h, as_chunk(m + 4 * h));
-        }
-      }
-    }
+  // Feeds the residual u back (paper Eqn. 11).
+  __device__ __forceinline__ void update(const float (&u)[kBlockValues], const Coefficients& k) const {
+    if (fresh_) update_from<true>(u, k);
+    else update_from<false>(u, k);
   }
 
  private:
@@ -136,78 +121,79 @@ class BlockState {
     }
   }
 
-  // The new c and m2 of values 8j to 8j + 7, FP32; one rounding an operation, in the definition's order.
-  __device__ __forceinline__ void next(int j, const float (&u)[kBlockValues], const Coefficients& k, float (&c)[8], float (&m)[8]) const {
-    if (fresh_) {
-      ECHO_UNROLL for (int i = 0; i < 8; ++i) {
-        c[i] = u[8 * j + i] * k.correction_from_residual;
-        m[i] = u[8 * j + i] * k.average_from_residual;
+  template <bool kFresh>
+  __device__ __forceinline__ void update_from(const float (&u)[kBlockValues], const Coefficients& k) const {
+    if constexpr (kDtype == StateDtype::compact) {
+      update_compact<kFresh>(u, k);
+    } else {
+      ECHO_UNROLL for (int j = 0; j < 4; ++j) {
+        float c[8], m[8];
+        next<kFresh>(j, u, k, c, m);
+        if (kDtype == StateDtype::bf16) {
+          write(0, j, pack_bf16(c));
+          write(1, j, pack_bf16(m));
+        } else {
+          ECHO_UNROLL for (int h = 0; h < 2; ++h) {
+            write(0, 2 * j + h, as_chunk(c + 4 * h));
+            write(1, 2 * j + h, as_chunk(m + 4 * h));
+          }
+        }
       }
-      return;
-    }
-    float old_c[8], old_m[8];
-    read_correction(j, old_c);
-    read_average(j, old_m);
-    ECHO_UNROLL for (int i = 0; i < 8; ++i) {
-      const float kept = old_c[i] * k.correction_decay + old_m[i] * k.correction_from_average;
-      c[i] = kept + u[8 * j + i] * k.correction_from_residual;
-      m[i] = old_m[i] * k.average_decay + u[8 * j + i] * k.average_from_residual;
     }
   }
 
-  // m2 first, then c in place of u: no more than two blocks of values are in registers at a time.
-  __device__ __forceinline__ void update_compact(float (&u)[kBlockValues], const Coefficients& k) const {
-    uint32_t m_words[4];
-    uint32_t m_bits;
-    {
-      float m[kBlockValues];
-      float m_max = 0.0f;
-      ECHO_UNROLL for (int j = 0; j < 4; ++j) {
-        float old_m[8];
-        if (!fresh_) read_average(j, old_m);
-        ECHO_UNROLL for (int i = 0; i < 8; ++i) {
-          const float fed = u[8 * j + i] * k.average_from_residual;
-          m[8 * j + i] = fresh_ ? fed : old_m[i] * k.average_decay + fed;
-          m_max = max_nan(m_max, fabsf(m[8 * j + i]));
-        }
-      }
-      m_bits = compact_scale_bits(m_max, 7.0f);
-      const float factor = 1.0f / bf16_value(m_bits);
-      ECHO_UNROLL for (int w = 0; w < 4; ++w) m_words[w] = pack_codes<4, 8>(m, w, factor);
+  // The new c and m2 of values 8j to 8j + 7, FP32; one rounding an operation, in the definition's order.
+  template <bool kFresh>
+  __device__ __forceinline__ void next(int j, const float (&u)[kBlockValues], const Coefficients& k, float (&c)[8], float (&m)[8]) const {
+    float old_c[8], old_m[8];
+    if (!kFresh) {
+      read_correction(j, old_c);
+      read_average(j, old_m);
     }
-    float c_max = 0.0f;
+    ECHO_UNROLL for (int i = 0; i < 8; ++i) {
+      c[i] = u[8 * j + i] * k.correction_from_residual;
+      m[i] = u[8 * j + i] * k.average_from_residual;
+      if (kFresh) continue;
+      c[i] = (old_c[i] * k.correction_decay + old_m[i] * k.correction_from_average) + c[i];
+      m[i] = old_m[i] * k.average_decay + m[i];
+    }
+  }
+
+  // The new scales follow from bounds (echo_megatron/state.py), so that every value is coded as soon as it is made.
+  template <bool kFresh>
+  __device__ __forceinline__ void update_compact(const float (&u)[kBlockValues], const Coefficients& k) const {
+    float u_max = fabsf(u[0]);
+    ECHO_UNROLL for (int i = 1; i < kBlockValues; ++i) u_max = max_nan(u_max, fabsf(u[i]));
+    float c_bound = u_max * k.correction_from_residual, m_bound = u_max * k.average_from_residual;
+    if (!kFresh) {
+      const uint32_t scales = read_scales();
+      const float old_c = bf16_value(scales & 0xffffu) * 127.0f, old_m = bf16_value(scales >> 16) * 7.0f;
+      c_bound = (old_c * k.correction_decay + old_m * fabsf(k.correction_from_average)) + c_bound;
+      m_bound = old_m * k.average_decay + m_bound;
+    }
+    const uint32_t c_bits = compact_scale_bits(c_bound, 127.0f), m_bits = compact_scale_bits(m_bound, 7.0f);
+    const float c_factor = 1.0f / bf16_value(c_bits), m_factor = 1.0f / bf16_value(m_bits);
+    uint32_t c_words[8], m_words[4];
     ECHO_UNROLL for (int j = 0; j < 4; ++j) {
-      float old_c[8], old_m[8];
-      if (!fresh_) {
-        read_correction(j, old_c);
-        read_average(j, old_m);
-      }
-      ECHO_UNROLL for (int i = 0; i < 8; ++i) {
-        float& value = u[8 * j + i];
-        const float fed = value * k.correction_from_residual;
-        value = fresh_ ? fed : (old_c[i] * k.correction_decay + old_m[i] * k.correction_from_average) + fed;
-        c_max = max_nan(c_max, fabsf(value));
-      }
+      float c[8], m[8];
+      next<kFresh>(j, u, k, c, m);
+      m_words[j] = pack_codes<4>(m, m_factor);
+      c_words[2 * j] = pack_codes<8>(c, c_factor);
+      c_words[2 * j + 1] = pack_codes<8>(c + 4, c_factor);
     }
-    const uint32_t c_bits = compact_scale_bits(c_max, 127.0f);
-    const float factor = 1.0f / bf16_value(c_bits);
-    uint32_t words[8];
-    ECHO_UNROLL for (int w = 0; w < 8; ++w) words[w] = pack_codes<8, 4>(u, w, factor);
-    write(0, 0, make_uint4(words[0], words[1], words[2], words[3]));
-    write(0, 1, make_uint4(words[4], words[5], words[6], words[7]));
+    write(0, 0, make_uint4(c_words[0], c_words[1], c_words[2], c_words[3]));
+    write(0, 1, make_uint4(c_words[4], c_words[5], c_words[6], c_words[7]));
     write(1, 0, make_uint4(m_words[0], m_words[1], m_words[2], m_words[3]));
     __stcs(reinterpret_cast<uint32_t*>(tile_ + kCompactScalesOffset) + thread_, c_bits | m_bits << 16);
   }
 
-  // Word w of a block's codes.
-  template <int kBits, int kPerWord>
-  static __device__ __forceinline__ uint32_t pack_codes(const float (&v)[kBlockValues], int w, float factor) {
-    constexpr int kOffset = 1 << (kBits - 1);
+  // No clamp: the scale's rounding to BF16 lets a value exceed the grid's end by less than half a step.
+  template <int kBits>
+  static __device__ __forceinline__ uint32_t pack_codes(const float* v, float factor) {
+    constexpr int kPerWord = 32 / kBits, kOffset = 1 << (kBits - 1);
     uint32_t word = 0;
-    ECHO_UNROLL for (int i = kPerWord - 1; i >= 0; --i) {
-      // No clamp: the scale's rounding to BF16 lets the largest value exceed the grid's end by less than half a step.
-      word = word * (1u << kBits) + __float_as_uint(v[kPerWord * w + i] * factor + (kRound + kOffset));
-    }
+    ECHO_UNROLL for (int i = kPerWord - 1; i >= 0; --i)
+      word = word * (1u << kBits) + __float_as_uint(__fmaf_rn(v[i], factor, kRound + kOffset));
     return word - 0x4b400000u * (kBits == 4 ? 0x11111111u : 0x01010101u);
   }
 

@@ -20,7 +20,7 @@ from echo_megatron.ops import index_of
 from echo_megatron.transports.protocol import CommunicationError
 
 NUM_FAILURE_FIELDS = 16
-TEAMS_A_BLOCK = 3  # cuda/layout.cuh, kTeams
+TEAMS_A_BLOCK = 4  # cuda/layout.cuh, kTeams
 MAX_DEPTH = 4  # tiles between push and reduce; more hides no more latency and costs workspace
 
 
