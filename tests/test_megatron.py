@@ -202,10 +202,10 @@ def interrupted_in_the_middle(rank, world_size):
         if direction:
             original = installation.communicator.transport.all_reduce
 
-            def failing(x, site, compensator, original=original, direction=direction):
+            def failing(x, site, *rest, original=original, direction=direction):
                 if site.direction.name == direction and site.idx == 3:
                     raise RuntimeError("planted failure at a site")
-                return original(x, site, compensator)
+                return original(x, site, *rest)
 
             installation.communicator.transport.all_reduce = failing
             with pytest.raises(RuntimeError, match="planted failure at a site"):

@@ -163,8 +163,8 @@ def record_sites(trainer: Trainer, communicator) -> None:
     """Appends (direction, chunk, idx) of every call that communicates to `trainer.trace`."""
     original = communicator.transport.all_reduce
 
-    def recording(x, site, compensator):
+    def recording(x, site, *rest):
         trainer.trace.append((site.direction.name, site.chunk, site.idx))
-        return original(x, site, compensator)
+        return original(x, site, *rest)
 
     communicator.transport.all_reduce = recording
