@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Residual
+from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Residual, TransportName
 from echo_megatron.reference import SimulatedGroup
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError
@@ -40,7 +40,7 @@ def check(rank, world_size, folder):
     timeout = timedelta(seconds=60)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
-    for config in cases():
+    for config in (case.replace(transport=TransportName.collective) for case in cases()):
         communicator, simulated = Communicator(dist.group.WORLD, config), SimulatedGroup(world_size, config)
         for num_values, dtype in ((1, torch.float32), (1_000_003, torch.bfloat16), (65_536, torch.float16)):
             for idx in range(3):
