@@ -65,9 +65,9 @@ __host__ __device__ __forceinline__ int stage_bytes(Dtype dtype) {
 }
 __host__ __device__ __forceinline__ int received_record_bytes(int bits) { return kTeamThreads * (4 * bits + 4); }
 __host__ __device__ __forceinline__ int own_record_bytes(int bits) { return kTeamThreads * (4 * bits + 8); }
-// FP32 state is read where it lies: a copy would not fit beside the rest.
-__host__ __device__ __forceinline__ int staged_state_bytes(Residual residual, StateDtype state) {
-  if (residual == Residual::none || state == StateDtype::fp32) return 0;
+// FP32 state, and any beside an FP32 tensor, is read where it lies: a copy would not fit beside the rest.
+__host__ __device__ __forceinline__ int staged_state_bytes(Residual residual, StateDtype state, Dtype dtype) {
+  if (residual == Residual::none || state == StateDtype::fp32 || dtype == Dtype::fp32) return 0;
   return state_tile_bytes(state);
 }
 
@@ -78,7 +78,7 @@ struct TeamLayout {
     received = kTeamScratchBytes + 2 * stage_bytes(dtype);
     own_records = received + (algorithm == Algorithm::one_shot ? 1 : 2) * received_record_bytes(bits);
     state = own_records + (algorithm == Algorithm::one_shot ? (depth + 1) * own_record_bytes(bits) : 0);
-    bytes = state + staged_state_bytes(residual, state_dtype);
+    bytes = state + staged_state_bytes(residual, state_dtype, dtype);
   }
 };
 
@@ -312,14 +312,16 @@ class Team {
     next_stage_ ^= 1;
   }
 
+  __device__ __forceinline__ bool stages_state() const { return kStagesState && dtype() != Dtype::fp32; }
+
   // The state of the tile that comes next, once this tile's is used. Each thread copies what it will read.
   __device__ __forceinline__ void prefetch_state() {
-    if (!kStagesState || a_.fresh || !next_valid_) return;
+    if (!stages_state() || a_.fresh || !next_valid_) return;
     BlockState<kState>::copy_async(staged_state_, state_tile(segment_rows(next_segment_), next_row_), kLocal);
   }
   __device__ __forceinline__ BlockState<kState> state_of(int segment, int k) const {
     uint8_t* tile = kCompensates ? state_tile(segment_rows(segment), k) : nullptr;
-    return BlockState<kState>(kStagesState ? staged_state_ : tile, tile, a_.fresh);
+    return BlockState<kState>(stages_state() ? staged_state_ : tile, tile, a_.fresh);
   }
 
   // Takes the prefetched tile into registers, in the basis, and starts the copy of the next one.
