@@ -80,7 +80,7 @@ class Compensator:
         if self._state is None or self._layout != layout:
             # An evaluation may allocate in inference mode what the next training pass writes: that needs plain tensors.
             with torch.inference_mode(False):
-                self._state = make_state(self.dtype, values.shape, values.device)
+                self._state = make_state(self.dtype, values.shape, values.device, self.coefficients)
             self._raw = None
             self._layout = layout
             self._fresh = True
@@ -96,7 +96,7 @@ class Compensator:
             kept = self._state.correction() * self.correction_decay + old_average * self.correction_from_average
             correction = kept + correction
             average = old_average * self.average_decay + average
-        self._state.store(correction, average)
+        self._state.store(correction, average, residual, self._fresh)
         self._fresh = False
 
     def raw_state(self, key: tuple[object, ...], num_bytes: int, device: torch.device) -> Tensor:

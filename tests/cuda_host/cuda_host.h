@@ -111,6 +111,7 @@ inline uint32_t host_lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t table
   }
   return result;
 }
+inline void host_copy(void* target, const void* source, int num_bytes) { std::memcpy(target, source, num_bytes); }
 
 // -- threads run one after the other: host_check.cpp sets threadIdx
 

@@ -58,6 +58,26 @@ void dispatch(int bits, int policy, Function function) {
 #undef ECHO_CASE
 }
 
+// A site of one tile: x' = x + c, then the update with u. The old state is read from a copy, made by each thread for
+// itself, or from the state.
+template <StateDtype kDtype>
+void state_site(bool fresh, bool by_copy, const Coefficients& k, uint8_t* state, const float* x, const float* u,
+                float* compensated) {
+  using State = BlockState<kDtype>;
+  for (threadIdx.x = 0; threadIdx.x < kTeamThreads; ++threadIdx.x) {
+    std::vector<uint8_t> copy(State::kTileBytes, 0xff);
+    if (by_copy) State::copy_async(copy.data(), state, true);
+    const State block(by_copy ? copy.data() : state, state, fresh);
+    float v[kBlockValues], residual[kBlockValues];
+    const unsigned at = threadIdx.x * kBlockValues;
+    std::copy_n(x + at, kBlockValues, v);
+    std::copy_n(u + at, kBlockValues, residual);
+    block.add_correction(v);
+    block.update(residual, k);
+    std::copy_n(v, kBlockValues, compensated + at);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -148,6 +168,9 @@ void check_segment(int64_t num_values, int world, int group_size, int algorithm,
 void check_state(int dtype, int* out) {
   out[0] = state_average_offset(static_cast<StateDtype>(dtype));
   out[1] = state_tile_bytes(static_cast<StateDtype>(dtype));
+  out[2] = dtype == static_cast<int>(StateDtype::bf16)   ? BlockState<StateDtype::bf16>::kTileBytes
+           : dtype == static_cast<int>(StateDtype::fp32) ? BlockState<StateDtype::fp32>::kTileBytes
+                                                         : BlockState<StateDtype::compact>::kTileBytes;
 }
 int64_t check_slot_offset(int world, int num_teams, int ring, int64_t slot_bytes, int stage, int receiver, int source,
                           int team, uint32_t k, int64_t* flag_offset, int64_t* bytes) {
@@ -158,28 +181,22 @@ int64_t check_slot_offset(int world, int num_teams, int ring, int64_t slot_bytes
   return layout.slot_offset(slot);
 }
 uint32_t check_flag_value(uint32_t tile_number) { return flag_value(tile_number); }
+uint64_t check_flag(uint32_t tile_number, int exponent, uint32_t signature, int64_t* parts) {
+  const uint64_t flag = make_flag(tile_number, exponent, signature);
+  parts[0] = flag_epoch(flag);
+  parts[1] = flag_exponent(flag);
+  parts[2] = flag_signature(flag);
+  return flag;
+}
 int check_ring_for(int depth) { return ring_for(depth); }
 
-// A tile's state through one site: x' = x + c, then the update with u.
-void check_state_site(int dtype, int fresh, const float* coefficients, uint8_t* state, const float* x, const float* u,
-                      float* compensated) {
+void check_state_site(int dtype, int fresh, int by_copy, const float* coefficients, uint8_t* state, const float* x,
+                      const float* u, float* compensated) {
   const Coefficients k{coefficients[0], coefficients[1], coefficients[2], coefficients[3], coefficients[4]};
-  const auto site = [&](auto block) {
-    float v[kBlockValues], residual[kBlockValues];
-    const unsigned at = threadIdx.x * kBlockValues;
-    std::copy_n(x + at, kBlockValues, v);
-    std::copy_n(u + at, kBlockValues, residual);
-    block.add_correction(v);
-    block.update(residual, k);
-    std::copy_n(v, kBlockValues, compensated + at);
-  };
-  const std::vector<uint8_t> before(state, state + state_tile_bytes(static_cast<StateDtype>(dtype)));
-  for (threadIdx.x = 0; threadIdx.x < kTeamThreads; ++threadIdx.x) {
-    switch (static_cast<StateDtype>(dtype)) {
-      case StateDtype::bf16: site(BlockState<StateDtype::bf16>(before.data(), state, fresh != 0)); break;
-      case StateDtype::fp32: site(BlockState<StateDtype::fp32>(before.data(), state, fresh != 0)); break;
-      case StateDtype::compact: site(BlockState<StateDtype::compact>(before.data(), state, fresh != 0)); break;
-    }
+  switch (static_cast<StateDtype>(dtype)) {
+    case StateDtype::bf16: return state_site<StateDtype::bf16>(fresh != 0, by_copy != 0, k, state, x, u, compensated);
+    case StateDtype::fp32: return state_site<StateDtype::fp32>(fresh != 0, by_copy != 0, k, state, x, u, compensated);
+    case StateDtype::compact: return state_site<StateDtype::compact>(fresh != 0, by_copy != 0, k, state, x, u, compensated);
   }
 }
 
