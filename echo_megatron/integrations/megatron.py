@@ -55,6 +55,15 @@ class Installation:
         if self.communicator is not None:
             self.communicator.reset()
 
+    def check(self) -> None:
+        """Raises CommunicationError if a call so far failed on the device; see `Communicator.check`."""
+        if self.communicator is not None:
+            self.communicator.check()
+
+    def take_sent_bytes(self) -> int:
+        """Bytes that calls wrote straight into other ranks' memory since this was last asked."""
+        return 0 if self.communicator is None else self.communicator.transport.take_sent_bytes()
+
     def report(self) -> str:
         """The covered sites by module, and what stays at full precision; one string of several lines."""
         if self.communicator is None:

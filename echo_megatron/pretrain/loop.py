@@ -54,7 +54,7 @@ class Trainer:
         self._record = RunRecord(config, plan, device, command) if dist.get_rank() == 0 else None
         self._batches = BatchSource(config, device)
         chunks = build_model(config, plan.dtype, device)
-        self._communication = _install(chunks, config)
+        self._installation = _install(chunks, config)
         optimizer, scheduler = build_optimizer(config.optim, config.trainer.max_steps, chunks, plan.dtype)
         self._state = TrainingState(chunks[0], optimizer, scheduler)
         self._forward_backward = get_forward_backward_func()
@@ -77,7 +77,7 @@ class Trainer:
         with RunLog(
             self._record.folder, first_step, trainer.max_steps, self._tokens_per_step, trainer.log_interval
         ) as log:
-            log.say(self._record.start(first_step, self._communication))
+            log.say(self._record.start(first_step, self._installation.report() if self._installation else ""))
             try:
                 status = self._train(first_step, log)
             except BaseException as error:
@@ -128,7 +128,7 @@ class Trainer:
         with self._meter:
             loss = self._pass(self._batches.train(step), forward_only=False)
             grad_norm = step_if_finite(state.optimizer) if math.isfinite(loss) else None
-            tp_bytes = self._meter.take() if self.config.trainer.tensor_parallel > 1 else None
+            tp_bytes = self._take_tp_bytes()
         # Megatron's scheduler holds the rate of the coming update; the one just made is what belongs in the log.
         lr = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step(1)
@@ -142,6 +142,11 @@ class Trainer:
             seconds,
             tp_bytes,
         )
+
+    def _take_tp_bytes(self) -> int | None:
+        if self.config.trainer.tensor_parallel == 1:
+            return None
+        return self._meter.take() + (self._installation.take_sent_bytes() if self._installation else 0)
 
     @torch.no_grad()
     def _validate(self) -> float:
@@ -173,6 +178,8 @@ class Trainer:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
         loss_sum, num_tokens = total.tolist()
+        if self._installation is not None:
+            self._installation.check()  # the pass has run: nothing that it met goes into an update or a checkpoint
         return loss_sum / num_tokens
 
     def _count_nonfinite(self, result: StepResult) -> None:
@@ -192,13 +199,13 @@ class Trainer:
             )
 
 
-def _install(chunks: list[Any], config: PretrainConfig) -> str:
-    """Give the model its tensor-parallel communication; returns the table of sites, empty for Megatron's own."""
+def _install(chunks: list[Any], config: PretrainConfig) -> Any:
+    """Give the model its tensor-parallel communication; returns the Installation, None for Megatron's own."""
     if not config.tp_comm.quantizes or config.trainer.tensor_parallel == 1:
-        return ""
+        return None
     from echo_megatron import install
 
-    return install(chunks, config.tp_comm).report()
+    return install(chunks, config.tp_comm)
 
 
 def _forward_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:

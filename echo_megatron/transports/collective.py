@@ -87,6 +87,10 @@ class CollectiveTransport:
         """0: nothing is kept between calls."""
         return 0
 
+    def take_sent_bytes(self) -> int:
+        """0: everything goes through torch.distributed."""
+        return 0
+
     def destroy(self) -> None:
         """Nothing to give back."""
 

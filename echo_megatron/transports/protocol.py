@@ -76,6 +76,10 @@ class Transport(Protocol):
         """Device memory that the transport keeps between calls."""
         ...
 
+    def take_sent_bytes(self) -> int:
+        """Bytes that calls wrote into other ranks' memory, not through torch.distributed, since this was last asked."""
+        ...
+
     def destroy(self) -> None:
         """Gives its memory back; collective, and the last call."""
         ...
