@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from echo_megatron.transports.collective import CollectiveTransport
 from echo_megatron.transports.protocol import CommunicationError, Transport
 
 logger = logging.getLogger(__name__)
+
+_NOTHING = nullcontext()
 
 
 def _never() -> bool:
@@ -48,6 +51,7 @@ class Communicator:
     ) -> None:
         check_group(group.size(), config)
         self.group = group
+        self.world_size = group.size()
         self.config = config
         self.transport, self._why = _make_transport(group, config)
         self.replays = ReplayCache(max_passes)
@@ -92,7 +96,7 @@ class Communicator:
             CommunicationError: a rank is missing, late, or makes another call.
         """
         check_dtype(x)
-        if self.group.size() == 1 or x.numel() == 0:
+        if self.world_size == 1 or x.numel() == 0:
             return _copied(x, out)
         forward = site.direction is Direction.forward
         if forward and inside_backward():
@@ -104,7 +108,7 @@ class Communicator:
             if forward:
                 self.replays.begin_pass(site.chunk)
         keep = forward and self._is_recomputed()
-        with torch.no_grad():
+        with _without_grad():
             reduced = self.transport.all_reduce(x, site, compensator if self.config.compensates else None, out, keep)
         if keep:
             self.replays.keep(site, reduced)
@@ -113,9 +117,9 @@ class Communicator:
     def exact_all_reduce(self, x: Tensor, site: Site, *, out: Tensor | None = None) -> Tensor:
         """The sum in FP32 in rank order, rounded once; for messages too small to gain from quantization (p2p only)."""
         check_dtype(x)
-        if self.group.size() == 1 or x.numel() == 0:
+        if self.world_size == 1 or x.numel() == 0:
             return _copied(x, out)
-        with torch.no_grad():
+        with _without_grad():
             return self.transport.exact_all_reduce(x, site, out)
 
     def sums_exactly(self, x: Tensor) -> bool:
@@ -143,6 +147,11 @@ class Communicator:
     def num_state_bytes(self) -> int:
         """Device memory of the compensators' state and the kept codes; the transport's is `transport.num_bytes`."""
         return sum(c.num_bytes() for c in self._compensators.values()) + self.replays.num_bytes()
+
+
+def _without_grad() -> AbstractContextManager[None]:
+    """`torch.no_grad()`, which costs as much as the rest of this class's part in a call, where it changes something."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def _copied(x: Tensor, out: Tensor | None) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from echo_megatron.communicator import Communicator
@@ -19,6 +19,7 @@ from echo_megatron.sites import Site
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SUM = dist.ReduceOp.SUM
 
 
 class EchoProcessGroup(dist.ProcessGroup):
@@ -42,34 +43,39 @@ class EchoProcessGroup(dist.ProcessGroup):
         self.site = site
         self.hidden_size = hidden_size
         self._is_active = is_active
+        self._min_bytes = communicator.config.min_bytes
         self._register()
 
     def takes(self, x: Tensor, op: Any) -> bool:
         """Whether this all-reduce is the site's own and large enough to quantize, or small enough to sum exactly."""
+        return self._call_for(x, op) is not None
+
+    def _call_for(self, x: Tensor, op: Any) -> Callable[..., Tensor] | None:
+        """The communicator's call that does this all-reduce, or None: it is not the site's."""
         if not (
             self._is_active()
-            and op == dist.ReduceOp.SUM
             and x.dtype in _DTYPES
             and x.dim() >= 2
             and x.shape[-1] == self.hidden_size
             and x.numel() > 0
+            and op == _SUM
         ):
-            return False
-        return self._quantizes(x) or self.communicator.sums_exactly(x)
-
-    def _quantizes(self, x: Tensor) -> bool:
-        return x.numel() * x.element_size() >= self.communicator.config.min_bytes
+            return None
+        if x.numel() * x.element_size() >= self._min_bytes:
+            return self.communicator.all_reduce
+        return self.communicator.exact_all_reduce if self.communicator.sums_exactly(x) else None
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = dist.AllreduceOptions() if opts is None else opts
-        if len(tensors) != 1 or not self.takes(tensors[0], opts.reduceOp):
+        reduce = self._call_for(tensors[0], opts.reduceOp) if len(tensors) == 1 else None
+        if reduce is None:
             return self.real_group.allreduce(tensors, opts)
-        reduce = self.communicator.all_reduce if self._quantizes(tensors[0]) else self.communicator.exact_all_reduce
+        x = tensors[0]
         try:
-            if not (opts.asyncOp and tensors[0].is_cuda):
-                reduce(tensors[0], self.site, out=tensors[0])
-                return _completed(tensors)
-            return _run_beside(tensors, lambda: reduce(tensors[0], self.site, out=tensors[0]))
+            if not (opts.asyncOp and x.is_cuda):
+                reduce(x, self.site, out=x)
+                return _CompletedWork(tensors)
+            return _run_beside(tensors, partial(reduce, x, self.site, out=x))
         except Exception:
             logger.exception("echo: %s failed on rank %d", self.site, self.rank())
             raise
@@ -143,6 +149,31 @@ class EchoProcessGroup(dist.ProcessGroup):
         distributed_c10d._world.pg_group_ranks.pop(self, None)
 
 
+class _CompletedWork(dist.Work):
+    """A call that is already ordered on the caller's stream."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
 class _StreamWork(dist.Work):
     """A call on a side stream; `wait` orders the caller's stream behind it."""
 
@@ -171,10 +202,3 @@ def _run_beside(tensors: list[Tensor], call: Callable[[], object]) -> dist.Work:
     with torch.cuda.stream(stream):
         call()
         return _StreamWork(tensors, stream.record_event())
-
-
-def _completed(tensors: list[Tensor]) -> dist.Work:
-    """A handle whose work is already ordered on the caller's stream."""
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    future.set_result(tensors)
-    return c10d._create_work_from_future(future)  # type: ignore[attr-defined]

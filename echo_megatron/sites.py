@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from echo_megatron.config import Direction
 
@@ -24,6 +25,11 @@ class Site:
     name: str = ""
     bits: int = 4
     chunk: int = 0
+
+    @cached_property
+    def numbers(self) -> tuple[int, int, int]:
+        """The site as kernels and their failure records know it: index, direction's index, chunk."""
+        return self.idx, list(Direction).index(self.direction), self.chunk
 
     def __str__(self) -> str:
         return f"{self.direction.name} site {self.idx} of chunk {self.chunk}{f' ({self.name})' if self.name else ''}"

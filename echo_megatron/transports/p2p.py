@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,8 +12,9 @@ from torch import Tensor
 
 from echo_megatron import ops
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Residual
+from echo_megatron.config import Algorithm, EchoConfig, Residual
 from echo_megatron.ops import index_of
+from echo_megatron.reference import make_quantizer
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError, Reduced
 from echo_megatron.tuning import Choice, Table, load_table
@@ -19,13 +22,38 @@ from echo_megatron.workspace import SymmetricWorkspace, Workspace, gather_number
 
 _STAGES = ("push", "gather", "rescale")
 _TIMEOUT, _MISMATCH = 1, 2  # cuda/arguments.cuh, Failure; 3 is a peer that gave up
+_MAX_PLANS = 1024  # sizes of messages that are remembered at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the calls of one size, dtype, bits, direction and compensation share: worked out once.
+
+    Attributes:
+        options: the operator's keyword arguments that are the same in all of them.
+        state_key: of `Compensator.raw_state`.
+        num_state_bytes: size of that state.
+        num_code_bytes: size of the records that the sum is decoded from.
+        saves_codes: the records are smaller than the sum.
+        decode_options: of the operator `decode`.
+        update_options: of the operator `consensus_update`, the same in all of them.
+    """
+
+    options: dict[str, Any]
+    state_key: tuple[int, Algorithm]
+    num_state_bytes: int
+    num_code_bytes: int
+    saves_codes: bool
+    decode_options: dict[str, Any]
+    update_options: dict[str, Any]
 
 
 class P2PTransport:
     """One rank's part of the calls that `reference.SimulatedGroup` defines, bit for bit, in one kernel launch each.
 
     No call synchronizes the host or allocates more than its result, so a CUDA graph captures it. Calls of one
-    communicator run in the order in which they were made, whatever their streams.
+    communicator run in the order in which they were made, whatever their streams. The host's part of a call is paid by
+    every message that the GPU waits for: what it needs is in a `_Plan`.
 
     Args:
         workspace: this rank's.
@@ -38,25 +66,39 @@ class P2PTransport:
     def __init__(self, workspace: Workspace, config: EchoConfig, table: Table) -> None:
         self.workspace = workspace
         self.config = config
-        self.table = table
         self.rank, self.world_size = workspace.rank, workspace.world_size
         self.algorithm = config.algorithm
+        self._device = workspace.buffer.device
+        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self.table = table
         self._sites: dict[tuple[int, int, int], Site] = {}
-        self._last_stream: torch.cuda.Stream | None = None
-        self._updates: dict[Direction, _ConsensusUpdate] = {}
-        self._enums = {
-            "policy": index_of(config.policy),
-            "group_size": config.group_size,
-            "residual": index_of(config.residual),
-            "rescale": index_of(config.rescale),
-            "state_dtype": index_of(config.state_dtype),
-        }
+        self._stream: torch.cuda.Stream | None = None  # of the last call
+        self._raw_stream: int | None = None
+        self._updates_later = config.residual is Residual.consensus
+        self._updates: dict[int, _ConsensusUpdate] = {}
+        self._coefficients = Compensator(config).coefficients
+        library = torch.ops.echo_megatron
+        # Overloads: an operator's own name looks for the overload that fits in each call.
+        self._all_reduce, self._all_reduce_ = library.all_reduce.default, library.all_reduce_.default
+        self._exact, self._exact_ = library.exact_all_reduce.default, library.exact_all_reduce_.default
         self._memory = {
+            "rank": self.rank,
             "num_teams": workspace.num_teams,
             "ring": workspace.ring,
             "slot_bytes": workspace.slot_bytes,
             "timeout_s": config.timeout_s,
         }
+        self._exact_options = {**self._memory, "num_blocks": workspace.max_blocks}
+
+    @property
+    def table(self) -> Table:
+        """What chooses; another one takes effect with the next call."""
+        return self._table
+
+    @table.setter
+    def table(self, table: Table) -> None:
+        self._table = table
+        self._plans.clear()
 
     def choose(self, x: Tensor, site: Site) -> Choice:
         """Algorithm, grid and depth of a call, the same on every rank.
@@ -78,88 +120,51 @@ class P2PTransport:
     ) -> Reduced:
         """See `Transport.all_reduce`."""
         source = self._begin(x, site)
-        in_place = out is not None and out.data_ptr() == source.data_ptr() and out.is_contiguous()
+        in_place = out is not None and _is_same_memory(out, source)
         output = source if in_place else torch.empty_like(source)
-        choice = self.choose(x, site)
-        call = {**self._enums, "bits": site.bits, "algorithm": index_of(choice.algorithm)}
-        key = {name: call[name] for name in ("policy", "group_size", "algorithm")}
-        num_tiles = torch.ops.echo_megatron.call_tiles(x.numel(), self.world_size, **key)
-
-        state, fresh, coefficients, update = None, True, [0.0] * 5, None
+        plan = self._plan(x, site, compensator is not None)
+        state, fresh, update = None, True, None
         if compensator is not None:
-            num_bytes = num_tiles * torch.ops.echo_megatron.state_tile_bytes(call["state_dtype"])
-            state = compensator.raw_state((x.numel(), choice.algorithm), num_bytes, x.device)
-            fresh, coefficients = compensator.is_fresh, compensator.coefficients
-            if self.config.residual is Residual.consensus:
-                update = self._updates.setdefault(site.direction, _ConsensusUpdate(x.device))
-        codes = self._codes(x, num_tiles, choice, site, keep, update)
-        kept_x = update.copy_of(source) if update is not None and in_place else None
+            state = compensator.raw_state(plan.state_key, plan.num_state_bytes, self._device)
+            fresh = compensator.is_fresh
+            update = self._update_of(site) if self._updates_later else None
+
+        codes = kept_x = None
+        keeps_codes = keep and plan.saves_codes
+        if keeps_codes:
+            codes = torch.empty(plan.num_code_bytes, dtype=torch.uint8, device=self._device)
         if update is not None:
-            update.wait()
-        run = torch.ops.echo_megatron.all_reduce_ if in_place else torch.ops.echo_megatron.all_reduce
-        run(
-            *((source,) if in_place else (source, output)),
-            self.workspace.buffer,
-            state,
-            codes,
-            kept_x,
-            self.workspace.failure,
-            self.workspace.peers,
-            rank=self.rank,
-            **call,
-            fresh=fresh,
-            coefficients=coefficients,
-            site=_numbers(site),
-            num_blocks=choice.num_blocks,
-            depth=choice.depth,
-            **self._memory,
-        )
+            codes = update.codes(plan.num_code_bytes) if codes is None else codes
+            kept_x = update.copy_of(source) if in_place else None
+            update.wait(self._stream)
+        memory = self.workspace
+        tensors = (memory.buffer, state, codes, kept_x, memory.failure, memory.peers)
+        if in_place:
+            self._all_reduce_(source, *tensors, fresh=fresh, site=site.numbers, **plan.options)
+        else:
+            self._all_reduce(source, output, *tensors, fresh=fresh, site=site.numbers, **plan.options)
         if update is not None:
-            assert state is not None and codes is not None
-            update.launch(
-                source if kept_x is None else kept_x,
-                codes,
-                state,
-                fresh=fresh,
-                coefficients=coefficients,
-                world_size=self.world_size,
-                bits=site.bits,
-                state_dtype=call["state_dtype"],
-                **key,
-            )
+            contribution = source if kept_x is None else kept_x
+            update.launch(self._stream, contribution, codes, state, fresh=fresh, **plan.update_options)
         if compensator is not None:
             compensator.mark_updated()
-        output = output.view(x.shape)
-        if out is not None and not in_place:
-            out.copy_(output)
-            output = out
-        if not keep:
-            return Reduced(output, output, _same)
-        if codes is None or codes.numel() >= x.numel() * x.element_size():
-            return Reduced(output, output, _same)
-        restore = partial(_restore, x.shape, x.dtype, {**key, "bits": site.bits, "world_size": self.world_size})
-        return Reduced(output, codes, restore)
+        if out is not None:
+            output = out if in_place else out.copy_(output)
+        if keeps_codes:
+            assert codes is not None
+            return Reduced(output, codes, partial(_restore, x.shape, x.dtype, plan.decode_options))
+        return Reduced(output, output, _same)
 
     def exact_all_reduce(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
         """The sum in FP32 in rank order, rounded once (`reference.exact_sum`): for messages too small to quantize."""
-        source = self._begin(x, site)
-        in_place = out is not None and out.data_ptr() == source.data_ptr() and out.is_contiguous()
-        output = source if in_place else torch.empty_like(source)
-        run = torch.ops.echo_megatron.exact_all_reduce_ if in_place else torch.ops.echo_megatron.exact_all_reduce
-        run(
-            *((source,) if in_place else (source, output)),
-            self.workspace.buffer,
-            self.workspace.failure,
-            self.workspace.peers,
-            rank=self.rank,
-            site=_numbers(site),
-            num_blocks=self.workspace.max_blocks,
-            **self._memory,
-        )
-        output = output.view(x.shape)
-        if out is not None and not in_place:
-            return out.copy_(output)
-        return output
+        source, memory = self._begin(x, site), self.workspace
+        tensors = (memory.buffer, memory.failure, memory.peers)
+        if out is not None and _is_same_memory(out, source):
+            self._exact_(source, *tensors, site=site.numbers, **self._exact_options)
+            return out
+        output = torch.empty_like(source)
+        self._exact(source, output, *tensors, site=site.numbers, **self._exact_options)
+        return output if out is None else out.copy_(output)
 
     def exact_below_bytes(self, x: Tensor) -> int:
         """Messages of fewer bytes are summed exactly in no more time."""
@@ -203,28 +208,68 @@ class P2PTransport:
         self.check()
         if not self.workspace.peers:
             raise CommunicationError(f"{site}: this communicator was destroyed; create a new one")
-        if x.device != self.workspace.buffer.device:
+        if x.device != self._device:
             raise ValueError(
-                f"all_reduce: expected a tensor on {self.workspace.buffer.device}, this communicator's GPU, got "
-                f"{x.device}; use transport: collective for other devices"
+                f"all_reduce: expected a tensor on {self._device}, this communicator's GPU, got {x.device}; use "
+                "transport: collective for other devices"
             )
-        self._sites[tuple(_numbers(site))] = site  # type: ignore[index]
-        stream = torch.cuda.current_stream(x.device)
-        if self._last_stream is not None and self._last_stream != stream and not _is_capturing():
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        self._sites[site.numbers] = site
+        raw_stream = _current_raw_stream(self._device)
+        if raw_stream != self._raw_stream:
+            stream = torch.cuda.current_stream(self._device)
+            if self._stream is not None and not _is_capturing():
+                stream.wait_stream(self._stream)
+            self._stream, self._raw_stream = stream, raw_stream
         return x.contiguous()
 
-    def _codes(
-        self, x: Tensor, num_tiles: int, choice: Choice, site: Site, keep: bool, update: _ConsensusUpdate | None
-    ) -> Tensor | None:
-        """Where the call leaves the records that its result was decoded from, if anybody needs them."""
+    def _plan(self, x: Tensor, site: Site, compensates: bool) -> _Plan:
+        key = (x.numel(), x.dtype, site.bits, site.numbers[1], compensates)  # a number: an enum's hash is slow
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(x, site, compensates)
+        return plan
+
+    def _make_plan(self, x: Tensor, site: Site, compensates: bool) -> _Plan:
+        library, config, num_values = torch.ops.echo_megatron, self.config, x.numel()
+        choice = self.choose(x, site)
+        layout = {
+            "policy": index_of(config.policy),
+            "group_size": config.group_size,
+            "algorithm": index_of(choice.algorithm),
+        }
+        records = {**layout, "bits": site.bits}
+        coefficients = self._coefficients if compensates else [0.0] * len(self._coefficients)
+        state_dtype = index_of(config.state_dtype)
+        num_tiles = library.call_tiles(num_values, self.world_size, **layout)
         num_records = num_tiles * (self.world_size if choice.algorithm is Algorithm.one_shot else 1)
-        slot_bytes = torch.ops.echo_megatron.slot_bytes(site.bits, self._enums["policy"], self.config.group_size)
-        num_bytes = num_records * slot_bytes
-        if keep and num_bytes < x.numel() * x.element_size():
-            return torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
-        return update.codes(num_bytes) if update is not None else None
+        num_code_bytes = num_records * library.slot_bytes(site.bits, layout["policy"], config.group_size)
+        decode_options = {**records, "world_size": self.world_size}
+        return _Plan(
+            options={
+                **self._memory,
+                **records,
+                "residual": index_of(config.residual),
+                "rescale": index_of(config.rescale),
+                "state_dtype": state_dtype,
+                "coefficients": coefficients,
+                "num_blocks": choice.num_blocks,
+                "depth": choice.depth,
+            },
+            state_key=(make_quantizer(config, config.bits).num_basis_values(num_values), choice.algorithm),
+            num_state_bytes=num_tiles * library.state_tile_bytes(state_dtype),
+            num_code_bytes=num_code_bytes,
+            saves_codes=num_code_bytes < num_values * x.element_size(),
+            decode_options=decode_options,
+            update_options={**decode_options, "state_dtype": state_dtype, "coefficients": coefficients},
+        )
+
+    def _update_of(self, site: Site) -> _ConsensusUpdate:
+        update = self._updates.get(site.numbers[1])
+        if update is None:
+            update = self._updates[site.numbers[1]] = _ConsensusUpdate(self._device)
+        return update
 
 
 class _ConsensusUpdate:
@@ -235,42 +280,61 @@ class _ConsensusUpdate:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._update = torch.ops.echo_megatron.consensus_update.default
         self._stream = torch.cuda.Stream(device)
-        self._done: torch.cuda.Event | None = None
+        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._is_pending = False
         self._codes = torch.empty(0, dtype=torch.uint8, device=device)
         self._copy = torch.empty(0, dtype=torch.uint8, device=device)
+        self._copy_view = self._copy
 
     def codes(self, num_bytes: int) -> Tensor:
         """A buffer for the call's records."""
         if self._codes.numel() < num_bytes:
-            self._codes = torch.empty(num_bytes, dtype=torch.uint8, device=self._codes.device)
+            self._codes = self._allocate(num_bytes)
         return self._codes
 
     def copy_of(self, x: Tensor) -> Tensor:
-        """A buffer like x: a call in place overwrites x before the update has read it."""
-        num_bytes = x.numel() * x.element_size()
-        if self._copy.numel() < num_bytes:
-            self._copy = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
-        return self._copy[:num_bytes].view(x.dtype).view(x.shape)
+        """A flat buffer for x's values: a call in place overwrites x before the update has read it."""
+        if self._copy_view.dtype != x.dtype or self._copy_view.numel() != x.numel():
+            num_bytes = x.numel() * x.element_size()
+            if self._copy.numel() < num_bytes:
+                self._copy = self._allocate(num_bytes)
+            with torch.inference_mode(False):
+                self._copy_view = self._copy[:num_bytes].view(x.dtype)
+        return self._copy_view
 
-    def wait(self) -> None:
-        """Orders the current stream behind the last update."""
-        if self._done is not None and not _is_capturing():
-            torch.cuda.current_stream().wait_event(self._done)
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        """Orders `stream`, the current one, behind the last update."""
+        assert stream is not None
+        if self._is_pending and not _is_capturing():
+            stream.wait_event(self._done)
 
-    def launch(self, x: Tensor, codes: Tensor, state: Tensor, **call: object) -> None:
-        """Starts the update behind the current stream's call."""
+    def launch(
+        self, stream: torch.cuda.Stream | None, x: Tensor, codes: Tensor | None, state: Tensor | None, **options: Any
+    ) -> None:
+        """Starts the update behind the call on `stream`, the current one."""
+        assert stream is not None and codes is not None and state is not None
         if _is_capturing():
-            torch.ops.echo_megatron.consensus_update(x, codes, state, **call)
-            self._done = None
+            self._update(x, codes, state, **options)
+            self._is_pending = False
             return
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            torch.ops.echo_megatron.consensus_update(x, codes, state, **call)
-            self._done = self._stream.record_event()
-        for tensor in (x, codes, state):  # their memory must not be used anew before the update has read it
-            tensor.record_stream(self._stream)
+        self._begun.record(stream)
+        self._stream.wait_event(self._begun)
+        with self._stream:
+            self._update(x, codes, state, **options)
+        self._done.record(self._stream)
+        self._is_pending = True
+        for tensor in (x, codes, state):
+            if tensor is not self._codes and tensor is not self._copy_view:
+                tensor.record_stream(self._stream)
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        """A buffer whose memory is not used anew before the last update has read it."""
+        with torch.inference_mode(False):  # see Compensator.apply
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._codes.device)
+        buffer.record_stream(self._stream)
+        return buffer
 
     def num_bytes(self) -> int:
         """Device memory that is kept between calls."""
@@ -341,15 +405,21 @@ def _is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def _numbers(site: Site) -> list[int]:
-    return [site.idx, index_of(site.direction), site.chunk]
+def _current_raw_stream(device: torch.device) -> int:
+    """The current stream as a number, which is had in a tenth of the time of a `torch.cuda.Stream`."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _is_same_memory(out: Tensor, source: Tensor) -> bool:
+    """Whether the contiguous `source` and `out` are one."""
+    return out is source or (out.data_ptr() == source.data_ptr() and out.is_contiguous())
 
 
 def _same(output: Tensor) -> Tensor:
     return output
 
 
-def _restore(shape: torch.Size, dtype: torch.dtype, call: dict[str, int], codes: Tensor) -> Tensor:
+def _restore(shape: torch.Size, dtype: torch.dtype, options: dict[str, Any], codes: Tensor) -> Tensor:
     output = torch.empty(shape, dtype=dtype, device=codes.device)
-    torch.ops.echo_megatron.decode(codes, output, **call)
+    torch.ops.echo_megatron.decode(codes, output, **options)
     return output
