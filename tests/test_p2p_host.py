@@ -21,9 +21,10 @@ from torch.distributed import distributed_c10d
 from echo_megatron import communicator as communicator_module
 from echo_megatron.communicator import Communicator
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Residual, StateDtype
+from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Residual, StateDtype
 from echo_megatron.ops import NAMESPACE, index_of
 from echo_megatron.process_group import EchoProcessGroup
+from echo_megatron.reference import Segments, make_quantizer
 from echo_megatron.sites import Site
 from echo_megatron.transports import p2p
 from echo_megatron.transports.p2p import P2PTransport
@@ -589,6 +590,33 @@ class TestExact:
         self.check(call, "exact_all_reduce", x)
         assert (y is out) if has_out else (y is call["y"])
         assert (y == SUM).all() and (x == 1).all()
+
+
+class TestSentBytes:
+    """P = 3, rank 1."""
+
+    @pytest.mark.parametrize("algorithm", [Algorithm.one_shot, Algorithm.two_shot])
+    @pytest.mark.parametrize("num_values", [1, 40, 199_969])
+    @pytest.mark.parametrize("policy", [Policy.rotated, Policy.zero_aware])
+    def test_records_to_others_are_counted_once(self, calls, policy, num_values, algorithm):
+        config = NONE.replace(algorithm=algorithm, policy=policy)
+        rank, quantizer = make_rank(config), make_quantizer(config, 8)
+        for idx in range(2):
+            rank.all_reduce(values(num_values), site(idx, bits=8))
+        records = quantizer.num_basis_values(num_values)
+        if algorithm is Algorithm.one_shot:
+            expected = 2 * quantizer.num_bytes(records)
+        else:
+            first, own, last = (quantizer.num_bytes(Segments.split(records, 3, 32).size(r)) for r in range(3))
+            expected = first + last + 2 * own
+        assert rank.transport.take_sent_bytes() == 2 * expected
+        assert rank.transport.take_sent_bytes() == 0
+
+    def test_exact_sums_send_the_values(self, calls):
+        transport = make_transport(LOCAL)
+        transport.exact_all_reduce(values(100), site())
+        transport.exact_all_reduce(values(100, torch.float32), site())
+        assert transport.take_sent_bytes() == 2 * 200 + 2 * 400
 
 
 class TestErrors:

@@ -14,7 +14,7 @@ from echo_megatron import ops
 from echo_megatron.compensator import Compensator
 from echo_megatron.config import Algorithm, EchoConfig, Residual
 from echo_megatron.ops import index_of
-from echo_megatron.reference import make_quantizer
+from echo_megatron.reference import Segments, make_quantizer
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError, Reduced
 from echo_megatron.tuning import Choice, Table, load_table
@@ -35,6 +35,7 @@ class _Plan:
         num_state_bytes: size of that state.
         num_code_bytes: size of the records that the sum is decoded from.
         saves_codes: the records are smaller than the sum.
+        num_sent_bytes: of the wire records that the rank sends to others.
         decode_options: of the operator `decode`.
         update_options: of the operator `consensus_update`, the same in all of them.
     """
@@ -44,6 +45,7 @@ class _Plan:
     num_state_bytes: int
     num_code_bytes: int
     saves_codes: bool
+    num_sent_bytes: int
     decode_options: dict[str, Any]
     update_options: dict[str, Any]
 
@@ -76,6 +78,7 @@ class P2PTransport:
         self._raw_stream: int | None = None
         self._updates_later = config.residual is Residual.consensus
         self._updates: dict[int, _ConsensusUpdate] = {}
+        self._num_sent_bytes = 0
         self._coefficients = Compensator(config).coefficients
         library = torch.ops.echo_megatron
         # Overloads: an operator's own name looks for the overload that fits in each call.
@@ -143,6 +146,7 @@ class P2PTransport:
             self._all_reduce_(source, *tensors, fresh=fresh, site=site.numbers, **plan.options)
         else:
             self._all_reduce(source, output, *tensors, fresh=fresh, site=site.numbers, **plan.options)
+        self._num_sent_bytes += plan.num_sent_bytes
         if update is not None:
             contribution = source if kept_x is None else kept_x
             update.launch(self._stream, contribution, codes, state, fresh=fresh, **plan.update_options)
@@ -159,6 +163,7 @@ class P2PTransport:
         """The sum in FP32 in rank order, rounded once (`reference.exact_sum`): for messages too small to quantize."""
         source, memory = self._begin(x, site), self.workspace
         tensors = (memory.buffer, memory.failure, memory.peers)
+        self._num_sent_bytes += (self.world_size - 1) * source.nbytes
         if out is not None and _is_same_memory(out, source):
             self._exact_(source, *tensors, site=site.numbers, **self._exact_options)
             return out
@@ -196,6 +201,11 @@ class P2PTransport:
     def num_bytes(self) -> int:
         """Device memory of the workspace and of what the consensus residual keeps."""
         return self.workspace.num_bytes() + sum(update.num_bytes() for update in self._updates.values())
+
+    def take_sent_bytes(self) -> int:
+        """Bytes of payload, as the collective transport would send them, since this was last asked."""
+        num_bytes, self._num_sent_bytes = self._num_sent_bytes, 0
+        return num_bytes
 
     def destroy(self) -> None:
         """Gives the workspace back; collective."""
@@ -244,6 +254,7 @@ class P2PTransport:
         state_dtype = index_of(config.state_dtype)
         num_tiles = library.call_tiles(num_values, self.world_size, **layout)
         num_records = num_tiles * (self.world_size if choice.algorithm is Algorithm.one_shot else 1)
+        num_basis_values = make_quantizer(config, config.bits).num_basis_values(num_values)
         num_code_bytes = num_records * library.slot_bytes(site.bits, layout["policy"], config.group_size)
         decode_options = {**records, "world_size": self.world_size}
         return _Plan(
@@ -257,13 +268,22 @@ class P2PTransport:
                 "num_blocks": choice.num_blocks,
                 "depth": choice.depth,
             },
-            state_key=(make_quantizer(config, config.bits).num_basis_values(num_values), choice.algorithm),
+            state_key=(num_basis_values, choice.algorithm),
             num_state_bytes=num_tiles * library.state_tile_bytes(state_dtype),
             num_code_bytes=num_code_bytes,
             saves_codes=num_code_bytes < num_values * x.element_size(),
+            num_sent_bytes=self._count_sent(num_basis_values, site.bits, choice.algorithm),
             decode_options=decode_options,
             update_options={**decode_options, "state_dtype": state_dtype, "coefficients": coefficients},
         )
+
+    def _count_sent(self, num_basis_values: int, bits: int, algorithm: Algorithm) -> int:
+        quantizer, num_others = make_quantizer(self.config, bits), self.world_size - 1
+        if algorithm is Algorithm.one_shot:
+            return num_others * quantizer.num_bytes(num_basis_values)
+        segments = Segments.split(num_basis_values, self.world_size, quantizer.group_size)
+        records = [quantizer.num_bytes(segments.size(rank)) for rank in range(self.world_size)]
+        return sum(records) + (num_others - 1) * records[self.rank]
 
     def _update_of(self, site: Site) -> _ConsensusUpdate:
         update = self._updates.get(site.numbers[1])
