@@ -679,11 +679,12 @@ class Team {
     const Segments owners(a_.num_basis_values, world(), a_.group_size, Algorithm::two_shot);
     const int64_t first = scratch_->constants.own.value(k, row_stride_) + thread_ * kBlockValues;
     const bool owned = first >= owners.begin(s_.rank) && first < owners.end(s_.rank);
+    const bool rounds = dtype() != Dtype::fp32;
     float d[kBlockValues];
     Codec::decode(own.words, Q::step(params, own.exponent), params.zero, decodes_fast(own.exponent), d);
     ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) {
       v[i] = v[i] - d[i];
-      if (owned) v[i] = v[i] + (reduced[i] - rounded(reduced[i], dtype()));
+      if (owned && rounds) v[i] = v[i] + (reduced[i] - rounded(reduced[i], dtype()));
     }
     state.update(v, a_.coefficients);
   }

@@ -170,7 +170,7 @@ class Quantizer:
             exponent: int32 scalar for `rescale: group`; with None `tile` chooses by tile and `none` uses 0.
         """
         num_values = values.shape[-1]
-        groups = _pad_to_tiles(values).unflatten(-1, (-1, self.groups_per_tile, self.group_size))
+        groups = _pad_to_tiles(values, self.group_size).unflatten(-1, (-1, self.groups_per_tile, self.group_size))
         lo, hi = torch.aminmax(groups, dim=-1)
         finite = torch.maximum(-lo, hi) < float("inf")  # False for NaN, too
         lo, hi = lo.where(finite, 0.0), hi.where(finite, 0.0)
@@ -370,12 +370,21 @@ def _bytes_of(half: Tensor) -> Tensor:
     return half.unsqueeze(-1).view(torch.uint8)
 
 
-def _pad_to_tiles(values: Tensor) -> Tensor:
-    """Fills the last tile with its last value, which changes no group's range and no tile's exponent."""
-    missing = -values.shape[-1] % TILE_VALUES
-    if not missing:
-        return values
-    return torch.cat((values, values[..., -1:].expand(*values.shape[:-1], missing)), dim=-1)
+def fill_up(values: Tensor, length: int, group_size: int) -> Tensor:
+    """[..., n] to [..., length]: the last group with its last value, which changes no group's range, then zeros.
+
+    Whole groups of zeros change no tile's exponent, even where the last group is left out of it for a NaN.
+    """
+    num_values = values.shape[-1]
+    in_group = min(-num_values % group_size, length - num_values)
+    if in_group:
+        values = torch.cat((values, values[..., -1:].expand(*values.shape[:-1], in_group)), dim=-1)
+    rest = length - values.shape[-1]
+    return F.pad(values, (0, rest)) if rest else values
+
+
+def _pad_to_tiles(values: Tensor, group_size: int) -> Tensor:
+    return fill_up(values, -(-values.shape[-1] // TILE_VALUES) * TILE_VALUES, group_size)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echo_megatron.compensator import Compensator
 from echo_megatron.config import MAX_WORLD_SIZE, Algorithm, Direction, EchoConfig, Rescale, Residual
-from echo_megatron.quantizer import Quantizer, divide
+from echo_megatron.quantizer import Quantizer, divide, fill_up
 from echo_megatron.sites import PassClock, Site
 
 
@@ -240,10 +240,9 @@ class SimulatedGroup:
         return reduced, residual.flatten(1)[:, : segments.num_values]
 
     def _segmented(self, values: Tensor, quantizer: Quantizer) -> tuple[Tensor, Segments]:
-        """[P, n] to [P, P, segment], filled up with the last value, which changes no group's range."""
+        """[P, n] to [P, P, segment]."""
         segments = Segments.split(values.shape[-1], self.world_size, quantizer.group_size)
-        missing = segments.length * self.world_size - segments.num_values
-        filled = torch.cat((values, values[:, -1:].expand(-1, missing)), dim=-1)
+        filled = fill_up(values, segments.length * self.world_size, quantizer.group_size)
         return filled.view(self.world_size, self.world_size, segments.length), segments
 
     def _own_mask(self, values: Tensor) -> Tensor:
