@@ -88,7 +88,8 @@ class EchoConfig:
         bits: bits of a code, 4 or 8; 16 leaves Megatron's own communication in place (preset `nccl`).
         policy: the group quantizer.
         group_size: values that share a scale: 32, 64, 128 or 256.
-        algorithm: one_shot, two_shot, or auto: chosen by world size (`communicator.choose_algorithm`).
+        algorithm: one_shot, two_shot, or auto: by world size (`reference.choose_algorithm`), with the p2p transport by
+            a measured table (`tuning.py`).
         transport: how codes move: p2p (CUDA, GPUs of one host that reach each other's memory), collective
             (torch.distributed on any process group), or auto: p2p where every rank can, otherwise collective.
         residual: what the compensator feeds back.
@@ -99,12 +100,14 @@ class EchoConfig:
         beta2: decay of the fast average, in [0, 1).
         state_dtype: storage of the compensator's state: 4 bytes a value in bf16, 8 in fp32, 1.625 in compact, which
             rounds too coarsely for the consensus residual.
-        min_bytes: messages smaller than this many bytes use the group's own all-reduce at full precision.
+        min_bytes: messages smaller than this many bytes stay at full precision: the group's own all-reduce, or the p2p
+            transport's exact sum where that is faster.
         directions: the passes whose all-reduces are quantized.
         phases: whether training passes, evaluation passes or both are quantized.
         early_bits: bits of the forward sites in the first `early_fraction` of the layers (paper Sec. 7.2), or None.
         early_fraction: fraction of the layers that `early_bits` covers, 0 to 1.
-        timeout_s: seconds that a call on CPU may wait for another rank; on GPUs the process group's time-out counts.
+        timeout_s: seconds that a call may wait for another rank; with the collective transport on GPUs the process
+            group's time-out counts.
 
     Raises:
         ValueError: an option has a wrong type or value; the message says what was expected and what was given.

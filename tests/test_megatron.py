@@ -271,7 +271,10 @@ def uninstalled(rank, world_size):
     assert list(trainer.chunks[0].state_dict()) == keys
     with pytest.raises(ValueError, match="has Echo installed already"):
         install(trainer.chunks, ECHO4)
+    destroyed = []
+    installation.communicator.transport.destroy = lambda: destroyed.append(rank)
     installation.uninstall()
+    assert destroyed, "the transport's memory is given back"
     installation.uninstall()
     assert all(module.tp_group is group for module, group in zip(modules, before, strict=True))
     installation = install(trainer.chunks, EchoConfig.preset("nccl"))

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from echo_megatron.tuning import SHIPPED
+
 ROOT = Path(__file__).resolve().parent.parent
 FIND_PYTHON = ROOT / "scripts" / "find_python.sh"
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
@@ -231,6 +233,12 @@ class TestWheel:
         sources = {f"echo_megatron/{path.relative_to(ROOT)}" for path in (ROOT / "cuda").iterdir() if path.is_file()}
         assert sources
         assert sources - names == set()
+
+    def test_has_every_tuning_table(self, wheel: Path) -> None:
+        names = set(zipfile.ZipFile(wheel).namelist())
+        tables = {f"echo_megatron/tuning_tables/{path.name}" for path in SHIPPED.glob("*.json")}
+        assert "echo_megatron/tuning_tables/default.json" in tables
+        assert tables - names == set()
 
     def test_names_the_command_and_the_licence(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:

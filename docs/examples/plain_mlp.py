@@ -56,6 +56,7 @@ def train(config: EchoConfig, steps: int, width: int = 64, num_blocks: int = 4) 
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    communicator.destroy()
     return losses
 
 

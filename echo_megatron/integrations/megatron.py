@@ -42,13 +42,18 @@ class Installation:
     _originals: list[tuple[Any, dist.ProcessGroup]] = field(default_factory=list)
 
     def uninstall(self) -> None:
-        """Restores every linear's own process group. Calling it twice does no harm."""
+        """Restores every linear's own process group and gives the communicator's memory back.
+
+        Collective. Calling it twice does no harm.
+        """
         for linear, group in self._originals:
             if isinstance(linear.tp_group, EchoProcessGroup):
                 linear.tp_group.unregister()
             linear.tp_group = group
         self._originals.clear()
         self.sites.clear()
+        if self.communicator is not None:
+            self.communicator.destroy()
 
     def reset(self) -> None:
         """Forgets the passes under way: for a training loop that catches an error, drops the step and goes on."""
