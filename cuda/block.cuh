@@ -66,6 +66,12 @@ static __device__ __forceinline__ void stage_in_whole(uint8_t* rows, const uint8
 }
 
 template <int kShift>
+static __device__ __forceinline__ void stage_value(uint8_t* target, const uint8_t* source, int i, bool there) {
+  if (kShift == 1) *reinterpret_cast<uint16_t*>(target) = there ? reinterpret_cast<const uint16_t*>(source)[i] : uint16_t{0};
+  else *reinterpret_cast<uint32_t*>(target) = there ? reinterpret_cast<const uint32_t*>(source)[i] : 0u;
+}
+
+template <int kShift>
 static __device__ __noinline__ void stage_in_part(uint8_t* rows, const uint8_t* x, int64_t first, int64_t end, bool aligned) {
   using C = Chunks<kShift>;
   const int lane = threadIdx.x & 31;
@@ -74,17 +80,19 @@ static __device__ __noinline__ void stage_in_part(uint8_t* rows, const uint8_t* 
   if (aligned) {
     for (int j = 0; j < C::kPerLane; ++j) {
       const int64_t left = num_bytes - C::in_memory(lane, j);
-      const int size = left <= 0 ? 0 : (left < 16 ? static_cast<int>(left) : 16);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(rows + C::in_rows(lane, j))),
-                   "l"(size ? source + C::in_memory(lane, j) : x), "r"(size) : "memory");
+      uint8_t* target = rows + C::in_rows(lane, j);
+      if (left > 0 && left < 16) {  // the last values: nothing beyond them is read, not even by the copy engine
+        for (int i = 0; i < 16 >> kShift; ++i) stage_value<kShift>(target + (i << kShift), source + C::in_memory(lane, j), i, (i << kShift) < left);
+        continue;
+      }
+      if (left <= 0) *reinterpret_cast<uint4*>(target) = make_uint4(0u, 0u, 0u, 0u);
+      else asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source + C::in_memory(lane, j)) : "memory");
     }
     return;
   }
   for (int i = lane; i < kBlockValues * 32; i += 32) {
     uint8_t* target = rows + (i >> 5) * row_bytes_of(kShift) + ((i & 31) << kShift);
-    const bool there = first + i < end;
-    if (kShift == 1) *reinterpret_cast<uint16_t*>(target) = there ? reinterpret_cast<const uint16_t*>(source)[i] : uint16_t{0};
-    else *reinterpret_cast<uint32_t*>(target) = there ? reinterpret_cast<const uint32_t*>(source)[i] : 0u;
+    stage_value<kShift>(target, source, i, first + i < end);
   }
 }
 
