@@ -75,9 +75,13 @@ class Communicator:
             f"echo: {config.bits}-bit {config.policy.name} (groups of {config.group_size}), "
             f"{self.transport.name} transport ({self._why}), algorithm {self.transport.algorithm.name} ({why}), "
             f"{compensation}, rescale {config.rescale.name}; "
-            f"messages under {config.min_bytes} bytes stay at full precision; "
+            f"messages under {self.min_bytes()} bytes stay at full precision; "
             f"{self.transport.num_bytes() / 2**20:.1f} MiB of workspace"
         )
+
+    def min_bytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Messages in `dtype` of fewer bytes are not worth quantizing: the config's `min_bytes`, or what was measured."""
+        return self.transport.min_bytes(dtype) if self.config.min_bytes is None else self.config.min_bytes
 
     def all_reduce(self, x: Tensor, site: Site, *, out: Tensor | None = None) -> Tensor:
         """The sum of `x` over the ranks of the group.
@@ -124,7 +128,7 @@ class Communicator:
 
     def sums_exactly(self, x: Tensor) -> bool:
         """Whether `exact_all_reduce` serves a message that is not quantized in less time than the group's own."""
-        return x.is_cuda and x.numel() * x.element_size() < self.transport.exact_below_bytes(x)
+        return x.is_cuda and x.numel() * x.element_size() < self.transport.exact_below_bytes(x.dtype)
 
     def check(self) -> None:
         """Raises CommunicationError if a call so far failed on the device. Synchronize first to know of all of them.

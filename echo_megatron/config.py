@@ -101,7 +101,8 @@ class EchoConfig:
         state_dtype: storage of the compensator's state: 4 bytes a value in bf16, 8 in fp32, 1.625 in compact, which
             rounds too coarsely for the consensus residual.
         min_bytes: messages smaller than this many bytes stay at full precision: the group's own all-reduce, or the p2p
-            transport's exact sum where that is faster.
+            transport's exact sum where that is faster. None: what was measured for the transport; with p2p the size
+            up to which the exact sum takes no longer than a quantized one.
         directions: the passes whose all-reduces are quantized.
         phases: whether training passes, evaluation passes or both are quantized.
         early_bits: bits of the forward sites in the first `early_fraction` of the layers (paper Sec. 7.2), or None.
@@ -125,8 +126,7 @@ class EchoConfig:
     beta1: float = 0.7
     beta2: float = 0.3
     state_dtype: StateDtype = StateDtype.bf16
-    # Messages of a few tokens are bound by latency, not by bytes: quantizing them only adds error.
-    min_bytes: int = 16384
+    min_bytes: int | None = None
     directions: list[Direction] = field(default_factory=lambda: list(Direction))
     phases: list[Phase] = field(default_factory=lambda: list(Phase))
     early_bits: int | None = None
@@ -148,8 +148,8 @@ class EchoConfig:
         self._require_float("beta2", 0, 1, upper_open=True)
         self._require_float("early_fraction", 0, 1)
         self._require_float("timeout_s", 0, math.inf, lower_open=True)
-        if not _is_int(self.min_bytes) or self.min_bytes < 0:
-            raise ValueError(f"min_bytes: expected an integer >= 0 (bytes), got {self.min_bytes!r}")
+        if self.min_bytes is not None and (not _is_int(self.min_bytes) or self.min_bytes < 0):
+            raise ValueError(f"min_bytes: expected an integer >= 0 (bytes) or None, got {self.min_bytes!r}")
         if self.early_bits is not None and self.bits == NATIVE_BITS:
             raise ValueError("early_bits: expected None with bits=16, which quantizes nothing; set bits to 4 or 8")
         if self.state_dtype is StateDtype.compact and self.residual is Residual.consensus:

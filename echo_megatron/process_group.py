@@ -43,7 +43,7 @@ class EchoProcessGroup(dist.ProcessGroup):
         self.site = site
         self.hidden_size = hidden_size
         self._is_active = is_active
-        self._min_bytes = communicator.config.min_bytes
+        self._min_bytes = {dtype: communicator.min_bytes(dtype) for dtype in _DTYPES}
         self._register()
 
     def takes(self, x: Tensor, op: Any) -> bool:
@@ -61,7 +61,7 @@ class EchoProcessGroup(dist.ProcessGroup):
             and op == _SUM
         ):
             return None
-        if x.numel() * x.element_size() >= self._min_bytes:
+        if x.numel() * x.element_size() >= self._min_bytes[x.dtype]:
             return self.communicator.all_reduce
         return self.communicator.exact_all_reduce if self.communicator.sums_exactly(x) else None
 

@@ -305,7 +305,7 @@ def test_strides_do_not_matter_and_rows_are_independent(quantizer, dtype, shape,
 
 @pytest.mark.parametrize("policy", list(Policy))
 def test_padding_has_no_part_in_a_tile_s_exponent(policy):
-    """Seen on a GPU: the last value filled whole groups of padding, whose range counted though its own group held NaN."""
+    """Seen on a GPU: the last value filled whole groups of padding and counted, though its own group held NaN."""
     quantizer = Quantizer(4, policy, 64)
     x = torch.full((4096 + 200,), 1e-3)
     x[-8:] = torch.tensor([math.nan, *[1e6] * 7])

@@ -117,7 +117,7 @@ class AutoCall(EchoCall):
         return EXACT if self.communicator.sums_exactly(self._last) else NATIVE
 
     def _is_quantized(self, x: Tensor) -> bool:
-        return x.numel() * x.element_size() >= self.config.min_bytes
+        return x.numel() * x.element_size() >= self.communicator.min_bytes(x.dtype)
 
 
 def make_echo_call(row: Row, config: EchoConfig, group: dist.ProcessGroup, in_place: bool) -> EchoCall:

@@ -35,7 +35,7 @@ BLOCKS = {Direction.forward: (16, 32, 64, 96), Direction.backward: (8, 16, 24, 3
 DEPTHS = (1, 2, 4)
 SMALLEST_DEEP = 16 * MIB  # below it a team has few tiles: depth 1
 POLICIES = {Policy.rotated: 32, Policy.zero_aware: 128}
-AS_GOOD = 1.03  # of choices within 3 % of the fastest, the one with fewer blocks, then the smaller depth
+AS_GOOD = 1.03  # of choices within 3 % of the fastest, the one with fewer blocks, then the greater depth
 EXACT_MAY_TAKE = 1.1
 WGRAD = (4096, 7168)  # of the matmul beside a backward call: hidden and FFN of a rank
 
@@ -85,10 +85,13 @@ def candidates(direction: Direction, num_bytes: int, multiprocessors: int) -> li
 
 
 def fastest(times: Mapping[Choice, float]) -> Choice:
-    """The choice with the fewest blocks and the smallest depth among those as good as the fastest."""
+    """The choice with the fewest blocks, then the greatest depth, among those as good as the fastest.
+
+    Depth costs no multiprocessor, and calls that move less state than those measured here gain by it.
+    """
     limit = min(times.values()) * AS_GOOD
     good = [choice for choice, ms in times.items() if ms <= limit]
-    return min(good, key=lambda choice: (choice.num_blocks, choice.depth, times[choice]))
+    return min(good, key=lambda choice: (choice.num_blocks, -choice.depth, times[choice]))
 
 
 def thresholds(key: Entry, chosen: Mapping[int, Choice]) -> list[Entry]:

@@ -24,6 +24,8 @@ from echo_megatron.reference import (
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError, Reduced
 
+MIN_BYTES = 16384  # reasoned, not measured
+
 
 class CollectiveTransport:
     """One rank's part of the calls that `reference.SimulatedGroup` defines; packed records are what travels.
@@ -72,9 +74,13 @@ class CollectiveTransport:
             return Reduced(output, output, _same)
         return Reduced(output, records, partial(_restore, quantizer, decode, x.shape, x.dtype))
 
-    def exact_below_bytes(self, x: Tensor) -> int:
+    def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """0: the process group's own all-reduce serves small messages."""
         return 0
+
+    def min_bytes(self, dtype: torch.dtype) -> int:
+        """A few tokens: they are bound by latency, not by bytes."""
+        return MIN_BYTES
 
     def exact_all_reduce(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
         """Not offered: its bits would be those of the group's backend."""

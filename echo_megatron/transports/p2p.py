@@ -171,9 +171,13 @@ class P2PTransport:
         self._exact(source, output, *tensors, site=site.numbers, **self._exact_options)
         return output if out is None else out.copy_(output)
 
-    def exact_below_bytes(self, x: Tensor) -> int:
+    def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """Messages of fewer bytes are summed exactly in no more time."""
-        return self.table.exact_below_bytes(self.world_size, x.dtype)
+        return self.table.exact_below_bytes(self.world_size, dtype)
+
+    def min_bytes(self, dtype: torch.dtype) -> int:
+        """As `exact_below_bytes`: why round what costs no less."""
+        return self.exact_below_bytes(dtype)
 
     def check(self) -> None:
         """Raises CommunicationError if a wait on the device was given up, here or on a peer."""

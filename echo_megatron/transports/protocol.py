@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
@@ -60,8 +61,12 @@ class Transport(Protocol):
         """
         ...
 
-    def exact_below_bytes(self, x: Tensor) -> int:
+    def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """Messages of fewer bytes are better summed by `exact_all_reduce`; 0 where it is not offered."""
+        ...
+
+    def min_bytes(self, dtype: torch.dtype) -> int:
+        """Messages of fewer bytes gain nothing by being quantized."""
         ...
 
     def exact_all_reduce(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
