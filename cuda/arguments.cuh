@@ -52,6 +52,7 @@ struct RecordArguments {
   Dtype dtype;
   Algorithm algorithm;
   int group_size, group_shift, world;
+  float reciprocal_world;  // 1 / world where world is a power of two, else 0
   bool fresh, aligned;
   Coefficients coefficients;
 };

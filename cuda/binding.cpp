@@ -248,6 +248,7 @@ RecordArguments record_arguments(const char* op, const Tensor& like, const Tenso
   a.group_size = static_cast<int>(group_size);
   a.group_shift = group_shift_of(op, group_size);
   a.world = static_cast<int>(world);
+  a.reciprocal_world = (world & (world - 1)) == 0 ? 1.0f / static_cast<float>(world) : 0.0f;
   a.aligned = is_aligned(like, like);
   const Segments segments(a.num_basis_values, a.world, a.group_size, a.algorithm);
   check_buffer(op, "codes", codes, segments.max_tiles() * world * SlotLayout(static_cast<int>(bits), policy, a.group_size).bytes);

@@ -77,36 +77,55 @@ __global__ void __launch_bounds__(kTeamThreads) decode_kernel(const __grid_const
   }
 }
 
+// Everything that a tile needs is on its way before the first of it is used, and five thread blocks share a multiprocessor: the kernel is to
+// be done when the matmul beside it is.
+constexpr int kUpdateBlocks = 5;
+
 template <int kBits, Policy kPolicy, StateDtype kState>
-__global__ void __launch_bounds__(kTeamThreads) update_kernel(const __grid_constant__ RecordArguments a) {
-  __shared__ __align__(16) uint8_t rows[kTeamWarps * 32 * row_bytes_of(2)];
+__global__ void __launch_bounds__(kTeamThreads, kUpdateBlocks) update_kernel(const __grid_constant__ RecordArguments a) {
+  extern __shared__ __align__(16) uint8_t update_shared[];
   constexpr bool kRotates = Quantizer<kBits, kPolicy>::kRotates;
   const Segments segments(a.num_basis_values, a.world, a.group_size, a.algorithm);
+  uint8_t* rows = update_shared + BlockState<kState>::kTileBytes;
   uint8_t* warp_rows = rows + (threadIdx.x >> 5) * 32 * row_bytes(a.dtype);
   for (int64_t number = blockIdx.x; number < num_tiles(a, segments); number += gridDim.x) {
     const Place place(a, segments, number);
     if (place.first >= place.end) continue;
+    uint8_t* tile = a.state + number * BlockState<kState>::kTileBytes;
     stage_in(warp_rows, a.x, place.warp_first(), place.end, a.dtype, a.aligned);
+    if (!a.fresh) BlockState<kState>::copy_async(update_shared, tile, true);
     commit_stage();
-    uint8_t* tile = a.state + number * state_tile_bytes(kState);
-    const BlockState<kState> state(tile, tile, a.fresh);
     float sum[kBlockValues], v[kBlockValues];
     Records<kBits, kPolicy>::sum(a, segments, place.segment, place.tile, sum);
     wait_stage<0>();
     read_row(warp_rows + (threadIdx.x & 31) * row_bytes(a.dtype), a.dtype, v);
     __syncwarp();
     if (kRotates) hadamard(v);
+    const BlockState<kState> state(update_shared, tile, a.fresh);
     state.add_correction(v);
     ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) {
       const float returned = kRotates ? sum[i] : rounded(sum[i], a.dtype);
-      v[i] = v[i] - returned / static_cast<float>(a.world);
+      // A power of two is divided by exactly as its reciprocal multiplies.
+      v[i] = v[i] - (a.reciprocal_world != 0.0f ? returned * a.reciprocal_world : returned / static_cast<float>(a.world));
     }
     state.update(v, a.coefficients);
   }
 }
 
-// Few thread blocks: these kernels run beside a matmul.
-constexpr int kMaxRecordBlocks = 132 * 8;
+constexpr int kMaxRecordBlocks = 1 << 16;
+
+template <int kBits, Policy kPolicy, StateDtype kState>
+static cudaError_t launch_update_kernel(const RecordArguments& a, int blocks, cudaStream_t stream) {
+  const auto kernel = update_kernel<kBits, kPolicy, kState>;
+  const int shared_bytes = state_tile_bytes(kState) + kTeamWarps * 32 * row_bytes(a.dtype);
+  const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return error;
+  }
+  kernel<<<blocks, kTeamThreads, shared_bytes, stream>>>(a);
+  return cudaGetLastError();
+}
 
 template <int kBits, Policy kPolicy>
 static cudaError_t launch_records(const RecordArguments& a, bool update, StateDtype state, cudaStream_t stream) {
@@ -114,8 +133,8 @@ static cudaError_t launch_records(const RecordArguments& a, bool update, StateDt
   const int64_t tiles = segments.max_tiles() * (a.algorithm == Algorithm::one_shot ? 1 : a.world);
   const int blocks = static_cast<int>(min64(tiles, kMaxRecordBlocks));
   if (!update) decode_kernel<kBits, kPolicy><<<blocks, kTeamThreads, 0, stream>>>(a);
-  else if (state == StateDtype::bf16) update_kernel<kBits, kPolicy, StateDtype::bf16><<<blocks, kTeamThreads, 0, stream>>>(a);
-  else update_kernel<kBits, kPolicy, StateDtype::fp32><<<blocks, kTeamThreads, 0, stream>>>(a);
+  else if (state == StateDtype::bf16) return launch_update_kernel<kBits, kPolicy, StateDtype::bf16>(a, blocks, stream);
+  else return launch_update_kernel<kBits, kPolicy, StateDtype::fp32>(a, blocks, stream);
   return cudaGetLastError();
 }
 
