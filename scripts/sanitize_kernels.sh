@@ -2,6 +2,8 @@
 # The CUDA kernels under NVIDIA's compute-sanitizer, on one GPU: scripts/sanitize_kernels.sh [TOOL…]
 # Tools: memcheck, racecheck and synccheck unless told. racecheck looks at shared memory only. A rank runs alone, on
 # what its peers were recorded to send, so races between ranks are not looked for here: tests/gpu/test_p2p_random.py is.
+# racecheck knows barriers, not st.release and ld.acquire: it names the words through which the teams, the send warp and
+# the receive warp speak, and what these words guard (EXPECTED). Anything else that it names is an error.
 # Exit status: 0 if every tool found nothing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -18,14 +20,23 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$PYTHON" tests/gpu/sanitized_calls.py record "$folder" || exit 1
 
+EXPECTED='store_release_shared|load_acquire_shared|::release\(echo::Stage'
 failed=0
 summary=""
 for tool in "$@"; do
     # Only this project's kernels: those of PyTorch would take most of the time. Without PyTorch's cache every tensor is
     # an allocation with bounds of its own.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool "$tool" --kernel-name kernel_substring=echo --error-exitcode 9 --print-limit 20 \
-        "$PYTHON" tests/gpu/sanitized_calls.py replay "$folder"
-    status=$?
+        "$PYTHON" tests/gpu/sanitized_calls.py replay "$folder" 2>&1 | tee "$folder/$tool.log"
+    status=${PIPESTATUS[0]}
+    if [ "$tool" = racecheck ] && [ "$status" -eq 9 ]; then
+        others=$(grep 'Race reported between' "$folder/$tool.log" | grep -cEv "$EXPECTED")
+        if [ "$others" -eq 0 ]; then
+            summary="$summary
+  racecheck: nothing but release and acquire in shared memory, which it does not know"
+            continue
+        fi
+    fi
     case $status in
         0) summary="$summary
   $tool: nothing found" ;;
