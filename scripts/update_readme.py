@@ -1,9 +1,9 @@
-"""Fill the results of README.md from the JSON files in docs/results, so that no number in it is copied by hand.
+"""Fill the results of README.md and docs/bench.md from the JSON files in docs/results: no number is copied by hand.
 
 usage: python scripts/update_readme.py [--check] [--allow-missing]
 
 A block lies between `<!-- results:NAME -->` and `<!-- /results -->`; NAME is a file docs/results/NAME.json, whose
-figure, if any, is docs/results/NAME.png.
+figure, if any, is docs/results/NAME.png, or another view of such a file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echo_megatron.bench import targets
 from echo_megatron.bench.rows import LARGE_SIZES, SMALL_SIZES
-from echo_megatron.bench.tables import overview_table
+from echo_megatron.bench.tables import MATMULS, overview_table, provenance
 from echo_megatron.loss_table import header, row
 from echo_megatron.result_files import markdown_table, provenance_lines
 from echo_megatron.run_folder import write_atomic
@@ -39,10 +40,12 @@ class Block:
     Attributes:
         lines: Markdown of the results; the second argument is their folder, relative to the README.
         made_with: what writes the JSON, shown where it is missing.
+        source: name of the JSON where it is not the block's.
     """
 
     lines: Callable[[Results, str], list[str]]
     made_with: str
+    source: str | None = None
 
 
 def quickstart(results: Results, folder: str) -> list[str]:
@@ -149,28 +152,36 @@ def all_reduce_h200x2(results: Results, folder: str) -> list[str]:
         if key in carried
     ]
     return [
-        f"One call at P = {results['world_size']}: ms, and in brackets how many times faster than NCCL in that run. "
-        "`critical` is the time added between two matmuls. Each row is bit-equal to the reference before it is timed. "
+        f"One call at P = {results['world_size']}: ms, and in brackets how many times faster than NCCL in that run. The "
+        "rows `echo4` and `echo8` are without compensation, `_local` with it: the preset `echo4` is `echo4_local "
+        "(rotated, bf16)`. After a row's name stand the quantizer and how the compensator's state is stored. "
+        f"`_critical` is the time added between two matmuls, {MATMULS}'s. Echo's rows are held to the reference, bit for "
+        "bit, before they are timed. "
         f"Measured in the same run: {', '.join(bounds) or 'no ceilings'}.",
         "",
         *overview_table(results["rows"], LARGE_ROWS, LARGE_SIZES),
         "",
         *overview_table(results["rows"], SMALL_ROWS, SMALL_SIZES[:-1]),
         "",
-        f"[All rows, and the paper's beside ours]({folder}/all_reduce_h200x2.md). {provenance_lines(results)[0]}",
+        f"[All rows, and the paper's beside ours]({folder}/all_reduce_h200x2.md); [what was aimed at, and what bounds "
+        f"it](docs/bench.md#targets). {' '.join(provenance(results))}",
     ]
 
 
+def all_reduce_targets(results: Results, folder: str) -> list[str]:
+    """What the kernels were meant to reach, beside what was measured."""
+    return targets.lines(results)
+
+
+ALL_REDUCE = "torchrun --nproc-per-node 2 scripts/bench_all_reduce.py --out docs/results --name all_reduce_h200x2"
 BLOCKS = {
     "quickstart": Block(
         quickstart, "make quickstart ABLATION=1 && cp runs/quickstart/comparison.json docs/results/quickstart.json"
     ),
     "quantizer_study": Block(quantizer_study, "python scripts/quantizer_study.py --text TEXT"),
     "error_feedback_simulation": Block(error_feedback_simulation, "python scripts/error_feedback_simulation.py"),
-    "all_reduce_h200x2": Block(
-        all_reduce_h200x2,
-        "torchrun --nproc-per-node 2 scripts/bench_all_reduce.py --out docs/results --name all_reduce_h200x2",
-    ),
+    "all_reduce_h200x2": Block(all_reduce_h200x2, ALL_REDUCE),
+    "all_reduce_targets": Block(all_reduce_targets, ALL_REDUCE, source="all_reduce_h200x2"),
     # Recorded by an earlier form of the script; now: --transport collective.
     "collective_h200x2": Block(
         collective_h200x2,
@@ -240,7 +251,8 @@ def fill(text: str, results_dir: Path, allow_missing: bool) -> str:
 
 
 def _body(name: str, results_dir: Path, allow_missing: bool) -> str:
-    block, path = BLOCKS[name], results_dir / f"{name}.json"
+    block = BLOCKS[name]
+    path = results_dir / f"{block.source or name}.json"
     if not path.is_file():
         if allow_missing:
             return f"Not measured yet. Made with: `{block.made_with}`.\n"
@@ -249,37 +261,43 @@ def _body(name: str, results_dir: Path, allow_missing: bool) -> str:
         lines = block.lines(json.loads(path.read_text(encoding="utf-8")), "docs/results")
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not results of `{name}`: {type(error).__name__}: {error}") from error
-    if path.with_suffix(".png").is_file():
+    if block.source is None and path.with_suffix(".png").is_file():
         lines = [*lines, "", f"![figure of these results](docs/results/{name}.png)"]
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fill the results of README.md from docs/results/*.json.")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    pages = [ROOT / "README.md", ROOT / "docs" / "bench.md"]
+    parser.add_argument("--readme", type=Path, nargs="+", default=pages, help="pages with blocks")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit status 1 where a block is out of date"
     )
     parser.add_argument("--allow-missing", action="store_true", help="say so in the block where a JSON is missing")
     args = parser.parse_args(arguments)
+    return max(_update(page, args.results, args.check, args.allow_missing) for page in args.readme)
+
+
+def _update(page: Path, results_dir: Path, check: bool, allow_missing: bool) -> int:
+    """Fills one page; returns the exit status."""
     try:
-        before = args.readme.read_text(encoding="utf-8")
-        after = fill(before, args.results, args.allow_missing)
+        before = page.read_text(encoding="utf-8")
+        after = fill(before, results_dir, allow_missing)
     except (ValueError, OSError) as error:
         print(f"update_readme: {error}", file=sys.stderr)
         return 2
     if before == after:
-        print(f"{args.readme}: up to date")
+        print(f"{page}: up to date")
         return 0
-    if args.check:
-        names = (f"{args.readme}", f"{args.readme}, made anew")
+    if check:
+        names = (f"{page}", f"{page}, made anew")
         difference = difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=0)
         print("\n".join(difference), file=sys.stderr)
-        print(f"update_readme: {args.readme} is out of date; run python scripts/update_readme.py", file=sys.stderr)
+        print(f"update_readme: {page} is out of date; run python scripts/update_readme.py", file=sys.stderr)
         return 1
-    write_atomic(args.readme, after)
-    print(f"written: {args.readme}")
+    write_atomic(page, after)
+    print(f"written: {page}")
     return 0
 
 

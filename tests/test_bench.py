@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from echo_megatron.bench import all_reduce, figures, tables, tune, two_collective
+from echo_megatron.bench import all_reduce, figures, runs, tables, targets, tune, two_collective
 from echo_megatron.bench.critical_path import MODELS, Matmuls
 from echo_megatron.bench.rows import (
     LARGE_SIZES,
@@ -26,7 +26,7 @@ from echo_megatron.bench.rows import (
     select,
     smooth_sizes,
 )
-from echo_megatron.bench.timing import Inputs
+from echo_megatron.bench.timing import Inputs, Timer
 from echo_megatron.bench.traffic import Ceilings, bound_ms, traffic
 from echo_megatron.config import Algorithm, Direction, Policy
 from echo_megatron.tuning import Choice, Entry, Table
@@ -174,6 +174,10 @@ def made_up_entries() -> list[dict[str, Any]]:
 
 def made_up_results() -> dict[str, Any]:
     entries = all_reduce.with_ratios(made_up_entries())
+    return runs.of_one_run(one_run(entries))
+
+
+def one_run(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "machine": {"gpu": "NVIDIA H200"},
         "versions": {"torch": "2.11.0"},
@@ -247,7 +251,105 @@ class TestTables:
         assert all_reduce.main(["--render", str(path)]) == 0
         assert path.with_suffix(".png").stat().st_size > 20_000
         assert path.with_suffix(".md").read_text().startswith("# One all-reduce at P = 2")
-        assert set(figures.COLOURS) <= {row.name for row in all_rows()}
+        assert {*figures.COLOURS, *figures.SMALL_COLOURS} <= {row.name for row in all_rows()}
+
+    def test_targets_are_of_rows_that_exist(self) -> None:
+        assert {*targets.TARGETS, *targets.BOUNDED} <= {row.name for row in all_rows()}
+        assert all(len(of) == len(LARGE_SIZES) for _, of in targets.TARGETS.values())
+
+    def test_small_messages_have_symm_mem_s_time_as_limit_where_it_is_a_tenth_less(self) -> None:
+        def entry(row: str, size: int, ms: float) -> dict[str, Any]:
+            return {"row": row, "bytes": size, "ms": ms, "nccl_ratio": 0.017 / ms}
+
+        entries = [entry("symm_mem_one_shot", 4096, 0.017), entry("symm_mem_one_shot", 16384, 0.012)]
+        entries += [entry("auto", 4096, 0.0175), entry("auto", 16384, 0.013), entry("auto", 1 << 20, 0.001)]
+        lines = targets.small_table(entries)
+        assert "| target | 18.0 | 12.0 |  |" in lines and "| auto | **17.5** | 13.0 | 1.0 |" in lines
+        assert targets.slower_than_nccl(entries) == "Slower than NCCL: auto at 4 KiB (0.97)."
+
+
+class TestOnto:
+    """Rows of a new run within the results of earlier ones."""
+
+    @staticmethod
+    def new_run(*entries: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        rows = [{"policy": None, "state_dtype": None, **entry} for entry in entries]
+        return runs.of_one_run({**one_run(all_reduce.with_ratios(rows)), "left_out": {}, "commit": "def", **fields})
+
+    def test_rows_are_replaced_by_series_and_size_and_keep_their_ratio(self) -> None:
+        base = made_up_results()
+        echo4 = {"row": "echo4", "policy": "rotated", "ms": 0.01, "bytes": 64 * MIB}
+        critical = {"row": "echo4_paper_critical", "policy": "zero_aware", "state_dtype": "bf16", "bytes": 64 * MIB}
+        new = self.new_run(
+            {"row": "nccl16", "bytes": 64 * MIB, "ms": 0.04},
+            echo4,
+            {**echo4, "bytes": 64 * MIB + 4, "beside": True},
+            {**critical, "matmuls": "llama3_8b", "ms": 0.02},
+            method="Another.",
+        )
+        result = runs.merged(base, new, ["echo4 rotated"])
+        before, after = ({(tables.key_of(row), row["bytes"]): row for row in of["rows"]} for of in (base, result))
+        changed = {place for place in after if after[place] != before.get(place)}
+        assert len(after) == len(before) + 1 and len(result["rows"]) == len(after)
+        assert {(key[0], key[3], size) for key, size in changed} == {
+            ("echo4", None, 64 * MIB),
+            ("echo4", None, 64 * MIB + 4),
+            ("echo4_paper_critical", "llama3_8b", 64 * MIB),
+        }
+        assert {after[place]["run"] for place in changed} == {1}
+        ratios = {place[0][0]: after[place]["nccl_ratio"] for place in changed}
+        assert ratios == {"echo4": 4.0, "echo4_paper_critical": 2.0}
+        assert [run["commit"] for run in result["runs"]] == ["abc", "def"]
+        assert result["runs"][1]["nccl16_ms"] == {str(64 * MIB): 0.04}, "NCCL's row stays the base's"
+        assert result["commit"] == "abc" and result["left_out"] == base["left_out"]
+        first, second = tables.provenance(result)
+        assert "commit abc" in first and "commit def" in second and "Method: Another." in second
+        assert second.startswith("echo4 (rotated), echo4_paper_critical (zero_aware, bf16, llama3_8b): 2026-01-01.")
+        assert tables.markdown(result).count("commit def") == 1
+
+    def test_a_run_without_rows_left_is_dropped(self) -> None:
+        echo4 = {"row": "echo4", "policy": "rotated", "bytes": 64 * MIB}
+        result = made_up_results()
+        for commit in ("def", "ghi"):
+            result = runs.merged(result, self.new_run({**echo4, "ms": 0.01}, commit=commit), [])
+        assert [run["commit"] for run in result["runs"]] == ["abc", "ghi"]
+        assert {row["run"] for row in result["rows"]} == {0, 1}
+
+    def test_why_a_row_was_left_out_counts_until_it_is_tried_again(self) -> None:
+        base = {**made_up_results(), "left_out": {"echo4 rotated": "late", "echo8 rotated": "late"}}
+        new = self.new_run(left_out={"echo4_paper zero_aware bf16": "failed"})
+        result = runs.merged(base, new, ["echo4 rotated", "echo4_paper zero_aware bf16"])
+        assert result["left_out"] == {"echo8 rotated": "late", "echo4_paper zero_aware bf16": "failed"}
+        assert len(result["rows"]) == len(base["rows"]), "what a run did not measure stays"
+
+    def test_refuses_other_results(self, tmp_path: Path) -> None:
+        path = tmp_path / "results.json"
+        with pytest.raises(ValueError, match="expected results of this bench; got FileNotFoundError"):
+            runs.load(path, None, 2)
+        path.write_text(json.dumps({"rows": []}))
+        with pytest.raises(ValueError, match="expected results of this bench; got KeyError"):
+            runs.load(path, None, 2)
+        results = made_up_results()
+        path.write_text(json.dumps(results))
+        assert runs.load(path, "NVIDIA H200", 2) == results
+        for gpu, world_size in ((None, 2), ("NVIDIA H200", 4)):
+            with pytest.raises(ValueError, match="as here; got 2 × NVIDIA H200; write to a file of its own"):
+                runs.load(path, gpu, world_size)
+        del results["rows"][0]["run"]
+        path.write_text(json.dumps(results))
+        with pytest.raises(ValueError, match="expected runs with command"):
+            runs.load(path, "NVIDIA H200", 2)
+
+
+class TestTimer:
+    def test_added_time_alternates_and_work_left_behind_leads_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("echo_megatron.bench.timing.agree_max", lambda value, device: value)
+        order: list[str] = []
+        timer = Timer(torch.device("cpu"), 2, 8, 1e9, lambda: order.append("|"))
+        for leads_in, period in ((False, "|a|b"), (True, "a|ab|b")):
+            order.clear()
+            assert timer.added(lambda: order.append("a"), lambda: order.append("b"), leads_in).iterations == 8
+            assert "".join(order).endswith(period * 10)
 
 
 class TestTune:
@@ -349,36 +451,72 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="small sizes on gloo")
-def test_a_run_on_cpu(tmp_path: Path) -> None:
-    options = ["--sizes", "8K", "64K", "--warmup", "1", "--iterations", "8", "--models", "qwen3_0.6b", "--max-s", "0.2"]
-    rows = [
-        "two_collective_4",
-        "echo4",
-        "echo4_unfused",
-        "echo4_paper",
-        "echo4_paper_critical",
-        "auto",
-        "flashinfer_fp8",
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="small sizes on gloo")
+CPU_ROWS = [
+    "two_collective_4",
+    "echo4",
+    "echo4_unfused",
+    "echo4_paper",
+    "echo4_paper_critical",
+    "auto",
+    "flashinfer_fp8",
+]
+
+
+@pytest.fixture(scope="module")
+def cpu_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run of two processes."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = [
+        "--sizes",
+        "8K",
+        "64K",
+        "--warmup",
+        "1",
+        "--iterations",
+        "8",
+        "--models",
+        "qwen3_0.6b",
+        "--max-s",
+        "0.05",
     ]
-    out = ["--rows", *rows, "--policies", "zero_aware", "--out", str(tmp_path), "--name", "cpu"]
+    out = ["--rows", *CPU_ROWS, "--policies", "zero_aware", "--out", str(folder), "--name", "cpu", "--commit", "abc"]
     done = bench("--num-ranks", "2", *options, *out)
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "cpu.json").read_text())
+    return folder / "cpu.json"
+
+
+@on_cpu
+def test_a_run_on_cpu(cpu_results: Path) -> None:
+    results = json.loads(cpu_results.read_text())
     assert results["world_size"] == 2 and results["ceilings"] is None and "date" in results
     assert results["command"].startswith("torchrun --nproc-per-node 2 scripts/bench_all_reduce.py --rows")
+    assert results["commit"] == "abc" and "--commit" not in results["command"]
+    assert [run["commit"] for run in results["runs"]] == ["abc"] and {row["run"] for row in results["rows"]} == {0}
     assert list(results["left_out"]) == ["flashinfer_fp8"]
     entries = {(e["row"], e["bytes"]): e for e in results["rows"]}
-    assert {name for name, _ in entries} == {"nccl16", *rows} - {"flashinfer_fp8"}
+    assert {name for name, _ in entries} == {"nccl16", *CPU_ROWS} - {"flashinfer_fp8"}
     assert entries["auto", 8192]["algorithm"] == "native" and entries["auto", 65536]["algorithm"] == "one_shot"
     assert entries["echo4_paper_critical", 65536]["matmuls"] == "qwen3_0.6b"
     assert all(e["ms"] > 0 and e["nccl_ratio"] > 0 for e in results["rows"] if not e.get("matmuls"))
     assert len([size for name, size in entries if name == "echo4"]) == 2 + 3, "sizes beside 64 KiB"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="small sizes on gloo")
-def test_budget_and_refusals(tmp_path: Path) -> None:
-    done = bench("--num-ranks", "2", "--rows", "echo4", "--sizes", "8K", "--budget-s", "0", "--no-check")
+@on_cpu
+def test_a_run_out_of_budget_onto_results(cpu_results: Path, tmp_path: Path) -> None:
+    options = ["--rows", "echo4", "--sizes", "8K", "--budget-s", "0", "--no-check", "--out", str(tmp_path)]
+    done = bench("--num-ranks", "2", *options, "--onto", str(cpu_results), "--name", "onto")
     assert done.returncode == 0 and "left out: echo4 rotated: --budget-s 0" in done.stdout, done.stderr
-    assert "--num-ranks: expected at least 2 ranks, got 0" in bench("--quick").stderr
-    assert "expected an even number of bytes" in bench("--sizes", "3").stderr
+    before, after = (json.loads(path.read_text()) for path in (cpu_results, tmp_path / "onto.json"))
+    assert after["rows"] == before["rows"] and after["runs"] == before["runs"], "nothing was measured, nothing changes"
+    assert set(after["left_out"]) == {*before["left_out"], "nccl16", "echo4 rotated", "echo4 zero_aware"}
+
+
+@on_cpu
+def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert all_reduce.main(["--quick"]) == 2
+    assert "--num-ranks: expected at least 2 ranks, got 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        all_reduce.main(["--sizes", "3"])
+    assert "expected an even number of bytes" in capsys.readouterr().err

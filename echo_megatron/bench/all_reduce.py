@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echo_megatron.bench import echo_calls, tables
+from echo_megatron import provenance
+from echo_megatron.bench import echo_calls, runs, tables
 from echo_megatron.bench.baselines import Unavailable, make_baseline
 from echo_megatron.bench.critical_path import MODELS, Matmuls
 from echo_megatron.bench.memory import Memory
@@ -44,14 +45,16 @@ from echo_megatron.config import TransportName
 from echo_megatron.result_files import made_by, write_results
 
 CALL_MS_UP_TO = 32 * MIB  # launching shows in small messages only
+UNRECORDED = ("num_ranks", "render", "commit")  # options that say nothing about the results
 METHOD = (
     "Medians of {iterations} calls after {warmup} (fewer where one measurement would take over {max_s:g} s), by CUDA "
     "events, of the slowest rank. ms: the host is ahead of the GPU and the ranks have just passed a barrier, so "
     "launching is not in it; call_ms: idle GPU, launching included. A call takes the next of several buffers of "
     "together 256 MiB, so inputs are not in L2; nothing else is flushed. Sums are {place}. Echo walks through the 56 "
     "sites of a pass, the first of which reads no state. consensus: a period of back-to-back calls, each of which "
-    "waits for the update of the last. critical: matmul, call, matmul minus the matmuls alone, alternating. NCCL is "
-    "measured at the beginning and at the end, the faster counts. bytes are of BF16, a rank."
+    "waits for the update of the last. critical: matmul, call, matmul minus the matmuls alone, alternating, nothing of "
+    "an earlier call running meanwhile, except that consensus follows an untimed matmul, call, matmul whose update it "
+    "waits for. NCCL is measured at the beginning and at the end, the faster counts. bytes are of BF16, a rank."
 )
 
 
@@ -74,6 +77,10 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md; with --tune the table's file")
     parser.add_argument("--name", default="all_reduce")
     parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: Markdown and figure of a result")
+    parser.add_argument(
+        "--onto", type=Path, metavar="JSON", help="results whose other rows stay: put this run's into them"
+    )
+    parser.add_argument("--commit", help="the commit of these sources, where this machine does not know it")
     parser.add_argument("--num-ranks", type=int, help="processes to start where torchrun did not; default all GPUs")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -115,12 +122,15 @@ class Bench:
         device: this rank's.
 
     Raises:
-        ValueError: a row's name is unknown.
+        ValueError: a row's name is unknown, or `--onto` names other results.
     """
 
     def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> None:
         self.options, self.device, self.group = options, device, group
         self.rank, self.world_size = group.rank(), group.size()
+        self.base = (
+            runs.load(options.onto, provenance.machine(device)["gpu"], self.world_size) if options.onto else None
+        )
         self.start = time.monotonic()
         self.sizes = sorted(options.sizes or (QUICK_SIZES if options.quick else (*SMALL_SIZES, *LARGE_SIZES)))
         self.rows = [row for row in select(all_rows(), options.rows) if self._wanted(row)]
@@ -142,30 +152,34 @@ class Bench:
                     results = self.results()
                     write_results(self.options.out, self.options.name, results, tables.markdown(results))
         if self.rank == 0:
-            entries = self.results()["rows"]
+            entries = with_ratios(self.entries)
             print("\n".join([*tables.time_table(entries), "", *tables.time_table(entries, "nccl_ratio")]))
             print("\n".join(f"left out: {name}: {why}" for name, why in self.left_out.items()))
         return int(any(why.startswith("AssertionError") for why in self.left_out.values()))
 
     def results(self) -> dict[str, Any]:
-        """The content of the JSON."""
+        """The content of the JSON: this run's, within those that it goes onto."""
         entries = with_ratios(self.entries)
-        options = {name: value for name, value in vars(self.options).items() if name not in ("num_ranks", "render")}
+        options = {name: value for name, value in vars(self.options).items() if name not in UNRECORDED}
         options["sizes"] = options["sizes"] and [str(size) for size in options["sizes"]]
         made = made_by("scripts/bench_all_reduce.py", options, self.device, "torch", "triton", "flashinfer-python")
         made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {self.world_size}", 1)
         place = "into a new tensor" if self.options.out_of_place else "in place"
-        return {
-            **made,
-            "date": datetime.now(UTC).date().isoformat(),
-            "world_size": self.world_size,
-            "method": METHOD.format(**vars(self.options), place=place),
-            "ceilings": as_json(self.ceilings),
-            "matmuls": {name: {"hidden": hidden, "ffn": ffn} for name, (hidden, ffn) in MODELS.items()},
-            "left_out": self.left_out,
-            "rough_places": tables.rough_places(entries),
-            "rows": entries,
-        }
+        made["commit"] = self.options.commit or made["commit"]
+        results = runs.of_one_run(
+            {
+                **made,
+                "date": datetime.now(UTC).date().isoformat(),
+                "world_size": self.world_size,
+                "method": METHOD.format(**vars(self.options), place=place),
+                "ceilings": as_json(self.ceilings),
+                "matmuls": {name: {"hidden": hidden, "ffn": ffn} for name, (hidden, ffn) in MODELS.items()},
+                "left_out": self.left_out,
+                "rough_places": tables.rough_places(entries),
+                "rows": entries,
+            }
+        )
+        return results if self.base is None else runs.merged(self.base, results, [row.key for row in self.rows])
 
     def _wanted(self, row: Row) -> bool:
         return row.policy is None or self.options.policies is None or row.policy in self.options.policies
@@ -214,7 +228,8 @@ class Bench:
             for model in self.options.models if self.options.models is not None else MODELS:
                 if Matmuls.fits(model, size, self.world_size):
                     matmuls = Matmuls(model, size, self.world_size, self.device)
-                    self._note(row, call, size, self.timer.added(matmuls.around(call), matmuls.alone), matmuls=model)
+                    timing = self.timer.added(matmuls.around(call), matmuls.alone, call.leads_in)
+                    self._note(row, call, size, timing, matmuls=model)
             return
         inputs = Inputs(self.memory.values, size // ITEMSIZE, self.timer.calls, self.world_size)
         inputs.fill()

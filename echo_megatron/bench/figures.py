@@ -1,79 +1,89 @@
-"""The figure: ratio to NCCL by size, and times with the bounds of wire and HBM."""
+"""The figure: ratio to NCCL by size, a panel for each quantizer, and microseconds of small messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from echo_megatron.bench.tables import Entry, label_of, series, size_label
+from echo_megatron.bench.rows import MIB
+from echo_megatron.bench.tables import MATMULS, Key, series, size_label
 
-# Okabe and Ito's colours, as in the loss figures: colour is the row, dashes are the paper's quantizer.
+# Okabe and Ito's colours, as in the loss figures: colour is the row, dashes are the compact state.
 COLOURS = {
-    "nccl16": "#000000",
-    "symm_mem_two_shot": "#7F7F7F",
-    "two_collective_4": "#8C6D31",
-    "flashinfer_fp8": "#56B4E9",
     "echo4": "#E69F00",
     "echo4_local": "#0072B2",
     "echo8_local": "#009E73",
     "echo4_consensus_critical": "#D55E00",
     "echo4_paper_critical": "#CC79A7",
+    "two_collective_4": "#8C6D31",
+    "flashinfer_fp8": "#56B4E9",
+    "symm_mem_two_shot": "#7F7F7F",
 }
-BOUNDED = "echo4_local"  # whose bounds are drawn
-MATMULS = "llama3_8b"  # of the critical rows
+SMALL_COLOURS = {
+    "nccl16": "#000000",
+    "symm_mem_one_shot": "#B0B0B0",
+    "symm_mem_two_shot": "#7F7F7F",
+    "echo4_local": "#0072B2",
+    "auto": "#56B4E9",
+}
+POLICIES = {"rotated": "rotated (default)", "zero_aware": "zero_aware (the paper's)"}
+SMALLEST = 256 * 1024  # of the ratios' panels
+LARGEST_SMALL = 4 * MIB
 
 
 def draw(path: Path, results: Mapping[str, Any]) -> None:
-    """Write the figure to `path` (PNG, 12 in wide, 150 dpi)."""
-    figure = Figure(figsize=(12, 4.6), dpi=150, layout="constrained")
-    ratios, times = figure.subplots(1, 2)
-    shown = {key: by_size for key, by_size in series(_plain(results["rows"])).items() if key[0] in COLOURS}
-    for key, by_size in shown.items():
-        sizes = sorted(by_size)
-        style: dict[str, Any] = {
-            "color": COLOURS[key[0]],
-            "linestyle": "--" if key[1] == "zero_aware" else "-",
-            "marker": {"compact": "s", None: "o"}.get(key[2], "^"),
-            "markersize": 3,
-            "linewidth": 1.2,
-            "label": label_of(key),
-        }
-        ratios.plot(sizes, [by_size[size]["nccl_ratio"] for size in sizes], **style)
-        times.plot(sizes, [by_size[size]["ms"] for size in sizes], **style)
-    _draw_bounds(times, results["rows"])
-    ratios.axhline(1, color="0.6", linewidth=0.8)
-    ratios.set_title("times faster than NCCL of the same run", fontsize=10)
-    times.set_title(f"ms; dotted: bounds of {BOUNDED} (bf16): wire red, HBM blue", fontsize=10)
-    times.set_yscale("log")
-    ticks = sorted({entry["bytes"] for entry in _plain(results["rows"])})
-    for axes in (ratios, times):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [size_label(size) for size in ticks], rotation=60, fontsize=7)
-        axes.minorticks_off()
-        axes.grid(color="0.92", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = ratios.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=7, frameon=False)
+    """Write the figure to `path` (PNG, 13 in wide, 150 dpi)."""
+    figure = Figure(figsize=(13, 4.8), dpi=150, layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 0.85))
+    plain = [entry for entry in results["rows"] if not entry.get("beside")]
+    found = {key: by_size for key, by_size in series(plain).items() if key[3] in (None, MATMULS)}
+    for axes, (policy, title) in zip((left, middle), POLICIES.items(), strict=True):
+        shown = {key: by_size for key, by_size in found.items() if key[0] in COLOURS and key[1] in (None, policy)}
+        for name in COLOURS:
+            for key in (key for key in shown if key[0] == name):
+                sizes = sorted(size for size in shown[key] if size >= SMALLEST)
+                axes.plot(sizes, [shown[key][size]["nccl_ratio"] for size in sizes], **_style(key, COLOURS[name]))
+        axes.axhline(1, color="0.5", linewidth=0.8)
+        axes.set_title(f"times faster than NCCL: {title}", fontsize=10)
+        _finish(axes, sorted({entry["bytes"] for entry in plain if entry["bytes"] >= SMALLEST}))
+    middle.sharey(left)
+    for name, colour in SMALL_COLOURS.items():
+        for key in (key for key in found if key[0] == name and key[1] in (None, "rotated") and key[2] != "compact"):
+            sizes = sorted(size for size in found[key] if size <= LARGEST_SMALL)
+            right.plot(sizes, [1e3 * found[key][size]["ms"] for size in sizes], **_style(key, colour))
+    right.set_title("small messages, µs (rotated)", fontsize=10)
+    right.set_ylim(bottom=0)
+    _finish(right, sorted({entry["bytes"] for entry in plain if entry["bytes"] <= LARGEST_SMALL}))
     figure.suptitle(
-        f"One all-reduce, {results['world_size']} × {results['machine']['gpu'] or 'CPU process'}", fontsize=11
+        f"One all-reduce, {results['world_size']} × {results['machine']['gpu'] or 'CPU process'}, BF16 bytes a rank",
+        fontsize=11,
     )
     figure.savefig(path)
 
 
-def _plain(entries: list[Entry]) -> list[Entry]:
-    return [entry for entry in entries if not entry.get("beside") and entry.get("matmuls") in (None, MATMULS)]
+def _style(key: Key, colour: str) -> dict[str, Any]:
+    name, _, state_dtype, _ = key
+    compact = state_dtype == "compact"
+    return {
+        "color": colour,
+        "linestyle": "--" if compact else "-",
+        "marker": "s" if compact else "o",
+        "markersize": 3.5,
+        "linewidth": 1.4,
+        "label": f"{name}, compact state" if compact else name,
+    }
 
 
-def _draw_bounds(axes: Axes, entries: list[Entry]) -> None:
-    """Bounds are times multiplied by the share of the bound that they reach."""
-    own = [
-        e for e in _plain(entries) if e["row"] == BOUNDED and e["policy"] == "rotated" and e["state_dtype"] == "bf16"
-    ]
-    for name, colour in (("wire_fraction", "#D55E00"), ("hbm_fraction", "#0072B2")):
-        points = sorted((e["bytes"], e["ms"] * e[name]) for e in own if e[name] is not None)
-        axes.plot(*zip(*points, strict=True), color=colour, linestyle=":", linewidth=1.2) if points else None
+def _finish(axes: Axes, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [size_label(size) for size in sizes], rotation=60, fontsize=7)
+    axes.minorticks_off()
+    axes.grid(color="0.92", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, frameon=False, loc="upper left")

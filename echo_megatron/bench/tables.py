@@ -22,6 +22,7 @@ PAPER_MS = {
     "echo4_paper_critical": ("+ fused compensator", (0.44, 0.75, 1.19, 2.15, 4.30)),
 }
 PAPER_POLICY = "zero_aware"
+MATMULS = "llama3_8b"  # of the critical rows, where one of the two is shown
 CLOSE = 0.1  # sizes are close, and times alike, within this fraction
 
 
@@ -78,8 +79,11 @@ def time_table(entries: Sequence[Entry], value: str = "ms") -> list[str]:
 
 
 def overview_table(entries: Sequence[Entry], names: Sequence[str], sizes: Sequence[int]) -> list[str]:
-    """Milliseconds of the rows `names`, in that order, and in brackets how many times faster than NCCL."""
-    found = series(entries)
+    """Milliseconds of the rows `names`, in that order, and in brackets how many times faster than NCCL.
+
+    Of the critical rows those of `MATMULS`.
+    """
+    found = series(entry for entry in entries if entry.get("matmuls") in (None, MATMULS))
     keys = sorted((key for key in found if key[0] in names), key=lambda key: (names.index(key[0]), key[1] or ""))
     rows = []
     for key in keys:
@@ -136,8 +140,23 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines += ["## Close sizes", ""]
     rough = results["rough_places"]
     lines += [f"- {place}" for place in rough] or ["No size within 10 % of another takes 10 % longer."]
-    lines += ["", *(f"- {name}: {why}" for name, why in results["left_out"].items()), "", *provenance_lines(results)]
-    return "\n".join(lines) + "\n"
+    lines += ["", *(f"- {name}: {why}" for name, why in results["left_out"].items()), "", "## Made by", ""]
+    return "\n".join([*lines, *(f"- {line}" for line in provenance(results))]) + "\n"
+
+
+def provenance(results: Mapping[str, Any]) -> list[str]:
+    """The Markdown of the runs that results are of; later ones with their rows, and their method where it differs."""
+    first, *later = results["runs"]
+    lines = [_of_run(first)]
+    for idx, run in enumerate(later, 1):
+        rows = dict.fromkeys(label_of(key_of(row)) for row in results["rows"] if row["run"] == idx)
+        method = "" if run["method"] == first["method"] else f" Method: {run['method']}"
+        lines.append(f"{', '.join(rows)}: {_of_run(run)} Their ratios are to NCCL of that run.{method}")
+    return lines
+
+
+def _of_run(run: Mapping[str, Any]) -> str:
+    return " ".join([f"{run['date']}.", *provenance_lines(run), *filter(None, [run.get("note")])])
 
 
 def _with_ratio(entry: Entry) -> str:

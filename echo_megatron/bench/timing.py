@@ -23,6 +23,7 @@ MAX_GROWTH_BITS = 100  # BF16 ends at 2^128
 ALIGNED_VALUES = 128
 
 Step = Callable[[], object]
+Pair = tuple[Step, Step]  # what runs untimed, and the timed step after it
 
 
 def nothing() -> None:
@@ -110,43 +111,55 @@ class Timer:
 
     def measure(self, step: Step, before: Step = nothing, with_call: bool = False) -> Timing:
         """Times `step`, each time after the untimed `before`."""
-        (ms,), iterations = self._medians([step], before)
+        (ms,), iterations = self._medians([(before, step)])
         call_ms = self._call_median(step, before) if with_call and self.device.type == "cuda" else None
         return Timing(self._slowest(ms), call_ms, iterations)
 
-    def added(self, step: Step, without: Step, before: Step = nothing) -> Timing:
-        """What `step` takes more than `without`; the two alternate, so that a drifting clock meets both."""
-        (ms, ms_without), iterations = self._medians([step, without], before)
+    def added(self, step: Step, without: Step, leads_in: bool = False) -> Timing:
+        """What `step` takes more than `without`; the two alternate, so that a drifting clock meets both.
+
+        Args:
+            step: what is timed.
+            without: what of it is not counted.
+            leads_in: `step` leaves work behind, on another stream, that its next call waits for. Each of the two then
+                follows itself, untimed, and does not begin before all else is done: `without` must not run beside what
+                `step` left, which would count for `step` as time saved.
+        """
+        pairs = [(step, step), (without, without)] if leads_in else [(nothing, step), (nothing, without)]
+        (ms, ms_without), iterations = self._medians(pairs, settle=leads_in)
         return Timing(self._slowest(ms) - self._slowest(ms_without), None, iterations)
 
-    def _medians(self, steps: Sequence[Step], before: Step) -> tuple[list[float], int]:
-        share = self._share(steps, before)
+    def _medians(self, pairs: Sequence[Pair], settle: bool = False) -> tuple[list[float], int]:
+        share = self._share(pairs)
         warmup, iterations = max(2, int(self.warmup * share)), max(8, int(self.iterations * share))
         loop = self._cuda_loop if self.device.type == "cuda" else self._cpu_loop
-        times = loop(steps, before, warmup, iterations)
+        times = loop(pairs, warmup, iterations, settle)
         return [statistics.median(of_step) for of_step in times], iterations
 
-    def _share(self, steps: Sequence[Step], before: Step) -> float:
+    def _share(self, pairs: Sequence[Pair]) -> float:
         """How much of the calls fits into `max_s`; the same on all ranks."""
-        for step in steps:  # compiles, allocates
+        for before, step in pairs:  # compiles, allocates
             before()
             step()
         self._synchronize()
         start = time.perf_counter()
         for _ in range(2):
-            for step in steps:
+            for before, step in pairs:
                 before()
                 step()
         self._synchronize()
         seconds = agree_max((time.perf_counter() - start) / 2, self.device)
         return min(1.0, self.max_s / max(seconds * self.calls, 1e-9))
 
-    def _cuda_loop(self, steps: Sequence[Step], before: Step, warmup: int, iterations: int) -> list[list[float]]:
-        events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in steps]
+    def _cuda_loop(self, pairs: Sequence[Pair], warmup: int, iterations: int, settle: bool) -> list[list[float]]:
+        events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in pairs]
         spin_s, least = MAX_SPIN_S / 4, MAX_SPIN_S
         for iteration in range(warmup + iterations):
-            host_start = time.perf_counter()
-            for idx, step in enumerate(steps):
+            host_s = 0.0
+            for idx, (before, step) in enumerate(pairs):
+                if settle:
+                    torch.cuda.synchronize()
+                host_start = time.perf_counter()
                 torch.cuda._sleep(int(spin_s * SPIN_HZ))
                 before()
                 self.barrier()
@@ -155,9 +168,9 @@ class Timer:
                 step()
                 end.record()
                 events[idx].append((begin, end))
+                host_s += time.perf_counter() - host_start
             if iteration < warmup:  # the least of them: a full queue of launches makes the host wait
-                host_s = (time.perf_counter() - host_start) / len(steps)
-                least = min(least, host_s)
+                least = min(least, host_s / len(pairs))
                 spin_s = min(MAX_SPIN_S, 1.5 * least + 2e-5)
         torch.cuda.synchronize()
         return [[begin.elapsed_time(end) for begin, end in of_step[warmup:]] for of_step in events]
@@ -177,10 +190,10 @@ class Timer:
                 times.append(begin.elapsed_time(end))
         return self._slowest(statistics.median(times))
 
-    def _cpu_loop(self, steps: Sequence[Step], before: Step, warmup: int, iterations: int) -> list[list[float]]:
-        times: list[list[float]] = [[] for _ in steps]
+    def _cpu_loop(self, pairs: Sequence[Pair], warmup: int, iterations: int, settle: bool) -> list[list[float]]:
+        times: list[list[float]] = [[] for _ in pairs]  # nothing to settle: a step is done when it returns
         for _ in range(warmup + iterations):
-            for idx, step in enumerate(steps):
+            for idx, (before, step) in enumerate(pairs):
                 before()
                 self.barrier()
                 start = time.perf_counter()
