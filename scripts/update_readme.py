@@ -152,11 +152,11 @@ def all_reduce_h200x2(results: Results, folder: str) -> list[str]:
         if key in carried
     ]
     return [
-        f"One call at P = {results['world_size']}: ms, and in brackets how many times faster than NCCL in that run. The "
-        "rows `echo4` and `echo8` are without compensation, `_local` with it: the preset `echo4` is `echo4_local "
+        f"One call at P = {results['world_size']}: ms, and in brackets how many times faster than NCCL in that run. "
+        "The rows `echo4` and `echo8` are without compensation, `_local` with it: the preset `echo4` is `echo4_local "
         "(rotated, bf16)`. After a row's name stand the quantizer and how the compensator's state is stored. "
-        f"`_critical` is the time added between two matmuls, {MATMULS}'s. Echo's rows are held to the reference, bit for "
-        "bit, before they are timed. "
+        f"`_critical` is the time added between two matmuls, {MATMULS}'s. Echo's rows are held to the reference, bit "
+        "for bit, before they are timed. "
         f"Measured in the same run: {', '.join(bounds) or 'no ceilings'}.",
         "",
         *overview_table(results["rows"], LARGE_ROWS, LARGE_SIZES),
