@@ -27,6 +27,8 @@ def large_table(entries: Sequence[Entry]) -> list[str]:
     rows = []
     for name, (words, targets) in TARGETS.items():
         rows.append([f"{words}: target", *(f"{target:.1f}" for target in targets)])
+        if not any(key[0] == name for key in found):
+            rows.append([f"{name}: not measured", *("" for _ in targets)])
         for key, by_size in found.items():
             if key[0] == name:
                 cells = [_reached(by_size.get(size), target) for size, target in zip(LARGE_SIZES, targets, strict=True)]
