@@ -16,33 +16,43 @@ using Kernel = void (*)(Arguments);
 
 template <Algorithm kAlgorithm, bool kPair>
 static Kernel select(Residual residual, StateDtype state) {
-  if (residual == Residual::none) return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::none, StateDtype::bf16, kPair>;
+  if (residual == Residual::none)
+    return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::none, StateDtype::bf16, kPair>;
   if (residual == Residual::local) {
-    if (state == StateDtype::bf16) return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::bf16, kPair>;
-    if (state == StateDtype::fp32) return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::fp32, false>;
+    if (state == StateDtype::bf16)
+      return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::bf16, kPair>;
+    if (state == StateDtype::fp32)
+      return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::fp32, false>;
     return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::compact, kPair>;
   }
-  if (state == StateDtype::bf16) return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::consensus, StateDtype::bf16, kPair>;
+  if (state == StateDtype::bf16)
+    return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::consensus, StateDtype::bf16, kPair>;
   return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::consensus, StateDtype::fp32, false>;
 }
 
 static Kernel select(Algorithm algorithm, Residual residual, StateDtype state, bool pair) {
   if (algorithm == Algorithm::one_shot)
-    return pair ? select<Algorithm::one_shot, true>(residual, state) : select<Algorithm::one_shot, false>(residual, state);
-  return pair ? select<Algorithm::two_shot, true>(residual, state) : select<Algorithm::two_shot, false>(residual, state);
+    return pair ? select<Algorithm::one_shot, true>(residual, state)
+                : select<Algorithm::one_shot, false>(residual, state);
+  return pair ? select<Algorithm::two_shot, true>(residual, state)
+              : select<Algorithm::two_shot, false>(residual, state);
 }
 
 static cudaError_t prepare(Kernel kernel, int shared_bytes) {
-  const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                 cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) cudaGetLastError();  // reported here; it must not surface at somebody else's launch
   return error;
 }
 
 // Depth is a matter of speed alone: what does not fit into shared memory is taken off.
-static cudaError_t fit_depth(Algorithm algorithm, Residual residual, StateDtype state, Dtype dtype, int* depth, int* shared_bytes) {
+static cudaError_t fit_depth(Algorithm algorithm, Residual residual, StateDtype state, Dtype dtype, int* depth,
+                             int* shared_bytes) {
   int device = 0, limit = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device); error != cudaSuccess) return error;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+      error != cudaSuccess)
+    return error;
   limit -= 1024;  // static shared memory, and what the driver keeps
   while (true) {
     *shared_bytes = kTeams * TeamLayout(kBits, algorithm, residual, state, dtype, *depth).bytes;
@@ -56,7 +66,9 @@ cudaError_t AllReduce<kBits, kPolicy>::launch(const Arguments& asked, Algorithm 
                                               StateDtype state, int num_blocks, cudaStream_t stream) {
   Arguments arguments = asked;
   int shared_bytes = 0;
-  if (const cudaError_t error = fit_depth(algorithm, residual, state, arguments.dtype, &arguments.depth, &shared_bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = fit_depth(algorithm, residual, state, arguments.dtype, &arguments.depth, &shared_bytes);
+      error != cudaSuccess)
+    return error;
   const bool pair = arguments.signals.world == 2 && arguments.dtype == Dtype::bf16 && arguments.aligned;
   const Kernel kernel = select(algorithm, residual, state, pair);
   if (const cudaError_t error = prepare(kernel, shared_bytes); error != cudaSuccess) return error;
@@ -69,11 +81,15 @@ cudaError_t AllReduce<kBits, kPolicy>::max_blocks(Algorithm algorithm, Residual 
                                                   int depth, int* num_blocks) {
   const Kernel kernel = select(algorithm, residual, state, false);
   int shared_bytes = 0;
-  if (const cudaError_t error = fit_depth(algorithm, residual, state, dtype, &depth, &shared_bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = fit_depth(algorithm, residual, state, dtype, &depth, &shared_bytes);
+      error != cudaSuccess)
+    return error;
   if (const cudaError_t error = prepare(kernel, shared_bytes); error != cudaSuccess) return error;
   int device = 0, multiprocessors = 0, per_multiprocessor = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess) return error;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+      error != cudaSuccess)
+    return error;
   const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
       &per_multiprocessor, reinterpret_cast<const void*>(kernel), kAllReduceThreads, shared_bytes);
   *num_blocks = multiprocessors * per_multiprocessor;

@@ -35,8 +35,8 @@ struct Arguments {
   int group_size;
   int group_shift;  // group_size = 32 << group_shift
   int depth;
-  bool fresh;       // first site of a pass: the state is not read
-  bool aligned;     // x and y start on 16 bytes
+  bool fresh;    // first site of a pass: the state is not read
+  bool aligned;  // x and y start on 16 bytes
   uint32_t signature;
   WorkspaceLayout workspace;
   Coefficients coefficients;

@@ -20,10 +20,14 @@ using OptionalTensor = std::optional<Tensor>;
 
 Dtype dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
-    case at::kBFloat16: return Dtype::bf16;
-    case at::kHalf: return Dtype::fp16;
-    case at::kFloat: return Dtype::fp32;
-    default: TORCH_CHECK(false, "echo_megatron: expected a tensor of bfloat16, float16 or float32, got ", x.scalar_type());
+    case at::kBFloat16:
+      return Dtype::bf16;
+    case at::kHalf:
+      return Dtype::fp16;
+    case at::kFloat:
+      return Dtype::fp32;
+    default:
+      TORCH_CHECK(false, "echo_megatron: expected a tensor of bfloat16, float16 or float32, got ", x.scalar_type());
   }
 }
 
@@ -39,8 +43,9 @@ void check_buffer(const char* op, const char* name, const OptionalTensor& tensor
 
 void check_input(const char* op, const Tensor& x, const Tensor& y) {
   TORCH_CHECK(x.is_cuda() && x.is_contiguous(), op, ": expected x to be a contiguous CUDA tensor");
-  TORCH_CHECK(y.is_contiguous() && y.device() == x.device() && y.scalar_type() == x.scalar_type() && y.numel() == x.numel(),
-              op, ": expected y like x (", x.numel(), " of ", x.scalar_type(), "), got ", y.numel(), " of ", y.scalar_type());
+  TORCH_CHECK(
+      y.is_contiguous() && y.device() == x.device() && y.scalar_type() == x.scalar_type() && y.numel() == x.numel(), op,
+      ": expected y like x (", x.numel(), " of ", x.scalar_type(), "), got ", y.numel(), " of ", y.scalar_type());
   TORCH_CHECK(x.numel() > 0, op, ": expected at least one value");
 }
 
@@ -54,7 +59,8 @@ void check_launch(const char* op, cudaError_t error) {
 
 template <typename Enum>
 Enum to_enum(const char* op, const char* name, int64_t value, int64_t lowest, int64_t highest) {
-  TORCH_CHECK(value >= lowest && value <= highest, op, ": expected ", name, " of ", lowest, " to ", highest, ", got ", value);
+  TORCH_CHECK(value >= lowest && value <= highest, op, ": expected ", name, " of ", lowest, " to ", highest, ", got ",
+              value);
   return static_cast<Enum>(value);
 }
 
@@ -66,7 +72,9 @@ int group_shift_of(const char* op, int64_t group_size) {
 
 bool rotates(Policy policy) { return policy == Policy::rotated || policy == Policy::rotated_asymmetric; }
 
-int64_t basis_values(int64_t num_values, Policy policy) { return rotates(policy) ? round_up(num_values, kBlockValues) : num_values; }
+int64_t basis_values(int64_t num_values, Policy policy) {
+  return rotates(policy) ? round_up(num_values, kBlockValues) : num_values;
+}
 
 // FNV-1a over what the ranks must agree on; travels in every record's header. Never 0.
 uint32_t signature_of(std::initializer_list<int64_t> parts, at::IntArrayRef site) {
@@ -82,9 +90,10 @@ uint32_t signature_of(std::initializer_list<int64_t> parts, at::IntArrayRef site
 Signals signals_of(const char* op, const Tensor& workspace, const Tensor& failure, at::IntArrayRef peers, int64_t rank,
                    at::IntArrayRef site, double timeout_s) {
   const int64_t world = static_cast<int64_t>(peers.size());
-  TORCH_CHECK(world >= 2 && world <= kMaxRanks && rank >= 0 && rank < world, op, ": expected a rank of 2 to ", kMaxRanks,
-              " peers, got rank ", rank, " of ", world);
-  TORCH_CHECK(peers[rank] == reinterpret_cast<int64_t>(workspace.data_ptr()), op, ": peers[", rank, "] is not this rank's workspace");
+  TORCH_CHECK(world >= 2 && world <= kMaxRanks && rank >= 0 && rank < world, op, ": expected a rank of 2 to ",
+              kMaxRanks, " peers, got rank ", rank, " of ", world);
+  TORCH_CHECK(peers[rank] == reinterpret_cast<int64_t>(workspace.data_ptr()), op, ": peers[", rank,
+              "] is not this rank's workspace");
   TORCH_CHECK(site.size() == 3, op, ": expected site to be (index, direction, chunk), got ", site.size(), " numbers");
   TORCH_CHECK(failure.is_cpu() && failure.scalar_type() == at::kLong && failure.numel() >= kFailureFields, op,
               ": expected failure to be ", kFailureFields, " int64 in pinned memory");
@@ -101,16 +110,18 @@ Signals signals_of(const char* op, const Tensor& workspace, const Tensor& failur
   return signals;
 }
 
-WorkspaceLayout workspace_of(const char* op, const Tensor& workspace, int64_t world, int64_t num_teams, int64_t ring, int64_t slot_bytes) {
+WorkspaceLayout workspace_of(const char* op, const Tensor& workspace, int64_t world, int64_t num_teams, int64_t ring,
+                             int64_t slot_bytes) {
   TORCH_CHECK(ring > 0 && (ring & (ring - 1)) == 0, op, ": expected ring to be a power of two, got ", ring);
-  const WorkspaceLayout layout{static_cast<int>(world), static_cast<int>(num_teams), static_cast<int>(ring), slot_bytes};
+  const WorkspaceLayout layout{static_cast<int>(world), static_cast<int>(num_teams), static_cast<int>(ring),
+                               slot_bytes};
   check_buffer(op, "workspace", workspace, layout.bytes());
   return layout;
 }
 
 int grid_of(const char* op, int64_t num_blocks, int64_t num_teams, int64_t num_tiles) {
-  TORCH_CHECK(num_blocks >= 1 && num_blocks * kTeams <= num_teams, op, ": expected num_blocks of 1 to ", num_teams / kTeams,
-              ", got ", num_blocks);
+  TORCH_CHECK(num_blocks >= 1 && num_blocks * kTeams <= num_teams, op, ": expected num_blocks of 1 to ",
+              num_teams / kTeams, ", got ", num_blocks);
   return static_cast<int>(min64(num_blocks, num_tiles));
 }
 
@@ -124,21 +135,31 @@ Coefficients coefficients_of(const char* op, at::ArrayRef<double> values) {
 template <typename Call>
 auto with_kernels(Policy policy, int64_t bits, Call call) {
   switch (policy) {
-    case Policy::symmetric: return bits == 4 ? call(AllReduce<4, Policy::symmetric>{}) : call(AllReduce<8, Policy::symmetric>{});
-    case Policy::naive: return bits == 4 ? call(AllReduce<4, Policy::naive>{}) : call(AllReduce<8, Policy::naive>{});
-    case Policy::zero_aware: return bits == 4 ? call(AllReduce<4, Policy::zero_aware>{}) : call(AllReduce<8, Policy::zero_aware>{});
-    case Policy::rotated: return bits == 4 ? call(AllReduce<4, Policy::rotated>{}) : call(AllReduce<8, Policy::rotated>{});
-    default: return bits == 4 ? call(AllReduce<4, Policy::rotated_asymmetric>{}) : call(AllReduce<8, Policy::rotated_asymmetric>{});
+    case Policy::symmetric:
+      return bits == 4 ? call(AllReduce<4, Policy::symmetric>{}) : call(AllReduce<8, Policy::symmetric>{});
+    case Policy::naive:
+      return bits == 4 ? call(AllReduce<4, Policy::naive>{}) : call(AllReduce<8, Policy::naive>{});
+    case Policy::zero_aware:
+      return bits == 4 ? call(AllReduce<4, Policy::zero_aware>{}) : call(AllReduce<8, Policy::zero_aware>{});
+    case Policy::rotated:
+      return bits == 4 ? call(AllReduce<4, Policy::rotated>{}) : call(AllReduce<8, Policy::rotated>{});
+    default:
+      return bits == 4 ? call(AllReduce<4, Policy::rotated_asymmetric>{})
+                       : call(AllReduce<8, Policy::rotated_asymmetric>{});
   }
 }
 
-void check_bits(const char* op, int64_t bits) { TORCH_CHECK(bits == 4 || bits == 8, op, ": expected bits of 4 or 8, got ", bits); }
+void check_bits(const char* op, int64_t bits) {
+  TORCH_CHECK(bits == 4 || bits == 8, op, ": expected bits of 4 or 8, got ", bits);
+}
 
-void run_all_reduce(const char* op, const Tensor& x, const Tensor& y, const Tensor& workspace, const OptionalTensor& state,
-                    const OptionalTensor& codes, const OptionalTensor& kept_x, const Tensor& failure, at::IntArrayRef peers,
-                    int64_t rank, int64_t bits, int64_t policy_idx, int64_t group_size, int64_t algorithm_idx, int64_t residual_idx,
-                    int64_t rescale_idx, int64_t state_dtype_idx, bool fresh, at::ArrayRef<double> coefficients, at::IntArrayRef site,
-                    int64_t num_blocks, int64_t depth, int64_t num_teams, int64_t ring, int64_t slot_bytes, double timeout_s) {
+void run_all_reduce(const char* op, const Tensor& x, const Tensor& y, const Tensor& workspace,
+                    const OptionalTensor& state, const OptionalTensor& codes, const OptionalTensor& kept_x,
+                    const Tensor& failure, at::IntArrayRef peers, int64_t rank, int64_t bits, int64_t policy_idx,
+                    int64_t group_size, int64_t algorithm_idx, int64_t residual_idx, int64_t rescale_idx,
+                    int64_t state_dtype_idx, bool fresh, at::ArrayRef<double> coefficients, at::IntArrayRef site,
+                    int64_t num_blocks, int64_t depth, int64_t num_teams, int64_t ring, int64_t slot_bytes,
+                    double timeout_s) {
   check_input(op, x, y);
   check_bits(op, bits);
   const auto policy = to_enum<Policy>(op, "policy", policy_idx, 0, 4);
@@ -146,9 +167,10 @@ void run_all_reduce(const char* op, const Tensor& x, const Tensor& y, const Tens
   const auto rescale = to_enum<Rescale>(op, "rescale", rescale_idx, 0, 2);
   const auto state_dtype = to_enum<StateDtype>(op, "state_dtype", state_dtype_idx, 0, 2);
   const auto residual = state.has_value() ? to_enum<Residual>(op, "residual", residual_idx, 0, 1) : Residual::none;
-  TORCH_CHECK(residual != Residual::consensus || state_dtype != StateDtype::compact, op, ": the compact state serves the local residual only");
-  TORCH_CHECK(depth >= 1 && ring >= ring_for(static_cast<int>(depth)), op, ": expected a ring of at least ", ring_for(static_cast<int>(depth)),
-              " slots for depth ", depth, ", got ", ring);
+  TORCH_CHECK(residual != Residual::consensus || state_dtype != StateDtype::compact, op,
+              ": the compact state serves the local residual only");
+  TORCH_CHECK(depth >= 1 && ring >= ring_for(static_cast<int>(depth)), op, ": expected a ring of at least ",
+              ring_for(static_cast<int>(depth)), " slots for depth ", depth, ", got ", ring);
 
   Arguments a{};
   a.signals = signals_of(op, workspace, failure, peers, rank, site, timeout_s);
@@ -177,35 +199,41 @@ void run_all_reduce(const char* op, const Tensor& x, const Tensor& y, const Tens
   a.aligned = is_aligned(x, y);
   a.coefficients = coefficients_of(op, coefficients);
   const int grid = grid_of(op, num_blocks, num_teams, tiles);
-  a.signature = signature_of({1, a.num_values, static_cast<int64_t>(a.dtype), bits, policy_idx, group_size, algorithm_idx, rescale_idx,
-                              grid, depth, ring, slot_bytes}, site);
+  a.signature = signature_of({1, a.num_values, static_cast<int64_t>(a.dtype), bits, policy_idx, group_size,
+                              algorithm_idx, rescale_idx, grid, depth, ring, slot_bytes},
+                             site);
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   check_launch(op, with_kernels(policy, bits, [&](auto kernels) {
-    return decltype(kernels)::launch(a, algorithm, residual, state_dtype, grid, stream);
-  }));
+                 return decltype(kernels)::launch(a, algorithm, residual, state_dtype, grid, stream);
+               }));
 }
 
-void all_reduce(const Tensor& x, const Tensor& y, const Tensor& workspace, const OptionalTensor& state, const OptionalTensor& codes,
-                const OptionalTensor& kept_x, const Tensor& failure, at::IntArrayRef peers, int64_t rank, int64_t bits, int64_t policy,
-                int64_t group_size, int64_t algorithm, int64_t residual, int64_t rescale, int64_t state_dtype, bool fresh,
-                at::ArrayRef<double> coefficients, at::IntArrayRef site, int64_t num_blocks, int64_t depth, int64_t num_teams,
-                int64_t ring, int64_t slot_bytes, double timeout_s) {
-  run_all_reduce("all_reduce", x, y, workspace, state, codes, kept_x, failure, peers, rank, bits, policy, group_size, algorithm, residual,
-                 rescale, state_dtype, fresh, coefficients, site, num_blocks, depth, num_teams, ring, slot_bytes, timeout_s);
+void all_reduce(const Tensor& x, const Tensor& y, const Tensor& workspace, const OptionalTensor& state,
+                const OptionalTensor& codes, const OptionalTensor& kept_x, const Tensor& failure, at::IntArrayRef peers,
+                int64_t rank, int64_t bits, int64_t policy, int64_t group_size, int64_t algorithm, int64_t residual,
+                int64_t rescale, int64_t state_dtype, bool fresh, at::ArrayRef<double> coefficients,
+                at::IntArrayRef site, int64_t num_blocks, int64_t depth, int64_t num_teams, int64_t ring,
+                int64_t slot_bytes, double timeout_s) {
+  run_all_reduce("all_reduce", x, y, workspace, state, codes, kept_x, failure, peers, rank, bits, policy, group_size,
+                 algorithm, residual, rescale, state_dtype, fresh, coefficients, site, num_blocks, depth, num_teams,
+                 ring, slot_bytes, timeout_s);
 }
 
 void all_reduce_(const Tensor& x, const Tensor& workspace, const OptionalTensor& state, const OptionalTensor& codes,
-                 const OptionalTensor& kept_x, const Tensor& failure, at::IntArrayRef peers, int64_t rank, int64_t bits, int64_t policy,
-                 int64_t group_size, int64_t algorithm, int64_t residual, int64_t rescale, int64_t state_dtype, bool fresh,
-                 at::ArrayRef<double> coefficients, at::IntArrayRef site, int64_t num_blocks, int64_t depth, int64_t num_teams,
-                 int64_t ring, int64_t slot_bytes, double timeout_s) {
-  run_all_reduce("all_reduce_", x, x, workspace, state, codes, kept_x, failure, peers, rank, bits, policy, group_size, algorithm, residual,
-                 rescale, state_dtype, fresh, coefficients, site, num_blocks, depth, num_teams, ring, slot_bytes, timeout_s);
+                 const OptionalTensor& kept_x, const Tensor& failure, at::IntArrayRef peers, int64_t rank, int64_t bits,
+                 int64_t policy, int64_t group_size, int64_t algorithm, int64_t residual, int64_t rescale,
+                 int64_t state_dtype, bool fresh, at::ArrayRef<double> coefficients, at::IntArrayRef site,
+                 int64_t num_blocks, int64_t depth, int64_t num_teams, int64_t ring, int64_t slot_bytes,
+                 double timeout_s) {
+  run_all_reduce("all_reduce_", x, x, workspace, state, codes, kept_x, failure, peers, rank, bits, policy, group_size,
+                 algorithm, residual, rescale, state_dtype, fresh, coefficients, site, num_blocks, depth, num_teams,
+                 ring, slot_bytes, timeout_s);
 }
 
-void run_exact(const char* op, const Tensor& x, const Tensor& y, const Tensor& workspace, const Tensor& failure, at::IntArrayRef peers,
-               int64_t rank, at::IntArrayRef site, int64_t num_blocks, int64_t num_teams, int64_t ring, int64_t slot_bytes, double timeout_s) {
+void run_exact(const char* op, const Tensor& x, const Tensor& y, const Tensor& workspace, const Tensor& failure,
+               at::IntArrayRef peers, int64_t rank, at::IntArrayRef site, int64_t num_blocks, int64_t num_teams,
+               int64_t ring, int64_t slot_bytes, double timeout_s) {
   check_input(op, x, y);
   TORCH_CHECK(slot_bytes >= kExactBytes && ring >= ring_for(1), op, ": expected slots of at least ", kExactBytes,
               " bytes in rings of ", ring_for(1), ", got ", slot_bytes, " in ", ring);
@@ -224,21 +252,26 @@ void run_exact(const char* op, const Tensor& x, const Tensor& y, const Tensor& w
   check_launch(op, launch_exact(a, grid, c10::cuda::getCurrentCUDAStream()));
 }
 
-void exact_all_reduce(const Tensor& x, const Tensor& y, const Tensor& workspace, const Tensor& failure, at::IntArrayRef peers, int64_t rank,
-                      at::IntArrayRef site, int64_t num_blocks, int64_t num_teams, int64_t ring, int64_t slot_bytes, double timeout_s) {
-  run_exact("exact_all_reduce", x, y, workspace, failure, peers, rank, site, num_blocks, num_teams, ring, slot_bytes, timeout_s);
+void exact_all_reduce(const Tensor& x, const Tensor& y, const Tensor& workspace, const Tensor& failure,
+                      at::IntArrayRef peers, int64_t rank, at::IntArrayRef site, int64_t num_blocks, int64_t num_teams,
+                      int64_t ring, int64_t slot_bytes, double timeout_s) {
+  run_exact("exact_all_reduce", x, y, workspace, failure, peers, rank, site, num_blocks, num_teams, ring, slot_bytes,
+            timeout_s);
 }
 
-void exact_all_reduce_(const Tensor& x, const Tensor& workspace, const Tensor& failure, at::IntArrayRef peers, int64_t rank,
-                       at::IntArrayRef site, int64_t num_blocks, int64_t num_teams, int64_t ring, int64_t slot_bytes, double timeout_s) {
-  run_exact("exact_all_reduce_", x, x, workspace, failure, peers, rank, site, num_blocks, num_teams, ring, slot_bytes, timeout_s);
+void exact_all_reduce_(const Tensor& x, const Tensor& workspace, const Tensor& failure, at::IntArrayRef peers,
+                       int64_t rank, at::IntArrayRef site, int64_t num_blocks, int64_t num_teams, int64_t ring,
+                       int64_t slot_bytes, double timeout_s) {
+  run_exact("exact_all_reduce_", x, x, workspace, failure, peers, rank, site, num_blocks, num_teams, ring, slot_bytes,
+            timeout_s);
 }
 
-RecordArguments record_arguments(const char* op, const Tensor& like, const Tensor& codes, int64_t world, int64_t bits, Policy policy,
-                                 int64_t group_size, int64_t algorithm) {
+RecordArguments record_arguments(const char* op, const Tensor& like, const Tensor& codes, int64_t world, int64_t bits,
+                                 Policy policy, int64_t group_size, int64_t algorithm) {
   check_bits(op, bits);
   TORCH_CHECK(world >= 2 && world <= kMaxRanks, op, ": expected world_size of 2 to ", kMaxRanks, ", got ", world);
-  TORCH_CHECK(like.is_cuda() && like.is_contiguous() && like.numel() > 0, op, ": expected a contiguous, non-empty CUDA tensor");
+  TORCH_CHECK(like.is_cuda() && like.is_contiguous() && like.numel() > 0, op,
+              ": expected a contiguous, non-empty CUDA tensor");
   RecordArguments a{};
   a.codes = bytes_of(codes);
   a.num_values = like.numel();
@@ -251,11 +284,13 @@ RecordArguments record_arguments(const char* op, const Tensor& like, const Tenso
   a.reciprocal_world = (world & (world - 1)) == 0 ? 1.0f / static_cast<float>(world) : 0.0f;
   a.aligned = is_aligned(like, like);
   const Segments segments(a.num_basis_values, a.world, a.group_size, a.algorithm);
-  check_buffer(op, "codes", codes, segments.max_tiles() * world * SlotLayout(static_cast<int>(bits), policy, a.group_size).bytes);
+  check_buffer(op, "codes", codes,
+               segments.max_tiles() * world * SlotLayout(static_cast<int>(bits), policy, a.group_size).bytes);
   return a;
 }
 
-void decode(const Tensor& codes, const Tensor& y, int64_t world_size, int64_t bits, int64_t policy_idx, int64_t group_size, int64_t algorithm) {
+void decode(const Tensor& codes, const Tensor& y, int64_t world_size, int64_t bits, int64_t policy_idx,
+            int64_t group_size, int64_t algorithm) {
   const auto policy = to_enum<Policy>("decode", "policy", policy_idx, 0, 4);
   RecordArguments a = record_arguments("decode", y, codes, world_size, bits, policy, group_size, algorithm);
   a.y = bytes_of(y);
@@ -263,8 +298,9 @@ void decode(const Tensor& codes, const Tensor& y, int64_t world_size, int64_t bi
   check_launch("decode", launch_decode(a, static_cast<int>(bits), policy, c10::cuda::getCurrentCUDAStream()));
 }
 
-void consensus_update(const Tensor& x, const Tensor& codes, const Tensor& state, int64_t world_size, int64_t bits, int64_t policy_idx,
-                      int64_t group_size, int64_t algorithm, int64_t state_dtype_idx, bool fresh, at::ArrayRef<double> coefficients) {
+void consensus_update(const Tensor& x, const Tensor& codes, const Tensor& state, int64_t world_size, int64_t bits,
+                      int64_t policy_idx, int64_t group_size, int64_t algorithm, int64_t state_dtype_idx, bool fresh,
+                      at::ArrayRef<double> coefficients) {
   const char* op = "consensus_update";
   const auto policy = to_enum<Policy>(op, "policy", policy_idx, 0, 4);
   const auto state_dtype = to_enum<StateDtype>(op, "state_dtype", state_dtype_idx, 0, 1);
@@ -283,7 +319,8 @@ void consensus_update(const Tensor& x, const Tensor& codes, const Tensor& state,
 // -- sizes that Python asks for, so that they are written once
 
 int64_t workspace_bytes(int64_t world, int64_t num_teams, int64_t ring, int64_t slot_bytes) {
-  return WorkspaceLayout{static_cast<int>(world), static_cast<int>(num_teams), static_cast<int>(ring), slot_bytes}.bytes();
+  return WorkspaceLayout{static_cast<int>(world), static_cast<int>(num_teams), static_cast<int>(ring), slot_bytes}
+      .bytes();
 }
 int64_t slot_bytes(int64_t bits, int64_t policy, int64_t group_size) {
   return SlotLayout(static_cast<int>(bits), static_cast<Policy>(policy), static_cast<int>(group_size)).bytes;
@@ -291,28 +328,35 @@ int64_t slot_bytes(int64_t bits, int64_t policy, int64_t group_size) {
 int64_t ring_size(int64_t depth) { return ring_for(static_cast<int>(depth)); }
 int64_t call_tiles(int64_t num_values, int64_t world, int64_t policy, int64_t group_size, int64_t algorithm) {
   const auto kind = static_cast<Algorithm>(algorithm);
-  const Segments segments(basis_values(num_values, static_cast<Policy>(policy)), static_cast<int>(world), static_cast<int>(group_size), kind);
+  const Segments segments(basis_values(num_values, static_cast<Policy>(policy)), static_cast<int>(world),
+                          static_cast<int>(group_size), kind);
   return segments.max_tiles() * (kind == Algorithm::one_shot ? 1 : world);
 }
 int64_t state_tile_size(int64_t state_dtype) { return state_tile_bytes(static_cast<StateDtype>(state_dtype)); }
-int64_t max_blocks(int64_t bits, int64_t policy, int64_t algorithm, int64_t residual, int64_t state_dtype, int64_t dtype, int64_t depth) {
+int64_t max_blocks(int64_t bits, int64_t policy, int64_t algorithm, int64_t residual, int64_t state_dtype,
+                   int64_t dtype, int64_t depth) {
   int blocks = 0;
   check_launch("max_blocks", with_kernels(static_cast<Policy>(policy), bits, [&](auto kernels) {
-    return decltype(kernels)::max_blocks(static_cast<Algorithm>(algorithm), static_cast<Residual>(residual),
-                                         static_cast<StateDtype>(state_dtype), static_cast<Dtype>(dtype), static_cast<int>(depth), &blocks);
-  }));
+                 return decltype(kernels)::max_blocks(
+                     static_cast<Algorithm>(algorithm), static_cast<Residual>(residual),
+                     static_cast<StateDtype>(state_dtype), static_cast<Dtype>(dtype), static_cast<int>(depth), &blocks);
+               }));
   return blocks;
 }
 std::string source_hash() { return ECHO_SOURCE_HASH; }
 
 }  // namespace
 
-#define ECHO_CALL                                                                                                       \
-  "Tensor(c!) workspace, Tensor(d!)? state, Tensor(e!)? codes, Tensor(f!)? kept_x, Tensor(g!) failure, int[] peers, *, " \
-  "int rank, int bits, int policy, int group_size, int algorithm, int residual, int rescale, int state_dtype, bool fresh, " \
-  "float[] coefficients, int[] site, int num_blocks, int depth, int num_teams, int ring, int slot_bytes, float timeout_s) -> ()"
-#define ECHO_EXACT                                                                                      \
-  "Tensor(c!) workspace, Tensor(g!) failure, int[] peers, *, int rank, int[] site, int num_blocks, int num_teams, int ring, " \
+#define ECHO_CALL                                                                                                     \
+  "Tensor(c!) workspace, Tensor(d!)? state, Tensor(e!)? codes, Tensor(f!)? kept_x, Tensor(g!) failure, int[] peers, " \
+  "*, "                                                                                                               \
+  "int rank, int bits, int policy, int group_size, int algorithm, int residual, int rescale, int state_dtype, bool "  \
+  "fresh, "                                                                                                           \
+  "float[] coefficients, int[] site, int num_blocks, int depth, int num_teams, int ring, int slot_bytes, float "      \
+  "timeout_s) -> ()"
+#define ECHO_EXACT                                                                                                  \
+  "Tensor(c!) workspace, Tensor(g!) failure, int[] peers, *, int rank, int[] site, int num_blocks, int num_teams, " \
+  "int ring, "                                                                                                      \
   "int slot_bytes, float timeout_s) -> ()"
 
 TORCH_LIBRARY(echo_megatron, m) {
@@ -320,15 +364,20 @@ TORCH_LIBRARY(echo_megatron, m) {
   m.def("all_reduce_(Tensor(a!) x, " ECHO_CALL);
   m.def("exact_all_reduce(Tensor x, Tensor(b!) y, " ECHO_EXACT);
   m.def("exact_all_reduce_(Tensor(a!) x, " ECHO_EXACT);
-  m.def("decode(Tensor codes, Tensor(a!) y, *, int world_size, int bits, int policy, int group_size, int algorithm) -> ()");
-  m.def("consensus_update(Tensor x, Tensor codes, Tensor(a!) state, *, int world_size, int bits, int policy, int group_size, "
-        "int algorithm, int state_dtype, bool fresh, float[] coefficients) -> ()");
+  m.def(
+      "decode(Tensor codes, Tensor(a!) y, *, int world_size, int bits, int policy, int group_size, int algorithm) -> "
+      "()");
+  m.def(
+      "consensus_update(Tensor x, Tensor codes, Tensor(a!) state, *, int world_size, int bits, int policy, int "
+      "group_size, "
+      "int algorithm, int state_dtype, bool fresh, float[] coefficients) -> ()");
   m.def("workspace_bytes(int world_size, int num_teams, int ring, int slot_bytes) -> int", &workspace_bytes);
   m.def("slot_bytes(int bits, int policy, int group_size) -> int", &slot_bytes);
   m.def("ring_size(int depth) -> int", &ring_size);
   m.def("call_tiles(int num_values, int world_size, int policy, int group_size, int algorithm) -> int", &call_tiles);
   m.def("state_tile_bytes(int state_dtype) -> int", &state_tile_size);
-  m.def("max_blocks(int bits, int policy, int algorithm, int residual, int state_dtype, int dtype, int depth) -> int", &max_blocks);
+  m.def("max_blocks(int bits, int policy, int algorithm, int residual, int state_dtype, int dtype, int depth) -> int",
+        &max_blocks);
   m.def("source_hash() -> str", &source_hash);
 }
 

@@ -1,171 +1,48 @@
-// One thread's block of 32 values: staging, rotation, quantizing and decoding in registers.
+// One thread's block of 32 values: rotation, quantizing and decoding in registers.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "quantizer.cuh"
+#include "staging.cuh"
 
 namespace echo {
-
-#define ECHO_UNROLL _Pragma("unroll")
 
 // Fast paths fold power-of-two factors into one multiplier. They give the definition's bits while nothing on the way
 // over- or underflows FP32, which these limits ensure; tiles beyond them take the value-by-value path.
 constexpr int kFastEncodeExponent = 100;
 constexpr int kFastDecodeExponent = 90;
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// -- staging: a warp's 1,024 values between global memory (coalesced) and one padded row a thread
-
-// 32 values a row; the padding makes 16-byte accesses of a quarter-warp fall on different banks.
-__host__ __device__ constexpr int row_bytes_of(int element_shift) { return (kBlockValues << element_shift) + 16; }
-__host__ __device__ __forceinline__ int row_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? row_bytes_of(2) : row_bytes_of(1); }
-__device__ __forceinline__ int element_shift(Dtype dtype) { return dtype == Dtype::fp32 ? 2 : 1; }
-
-// A warp's 16-byte chunk j of lane l: number j * 32 + l of the 64 << shift.
-template <int kShift>
-struct Chunks {
-  static constexpr int kPerLane = 2 << kShift, kPerRow = 2 << kShift;
-  static constexpr int kRowsAStep = 32 / kPerRow;
-  static __host__ __device__ constexpr int in_rows(int lane, int j) {
-    return (j * kRowsAStep + lane / kPerRow) * row_bytes_of(kShift) + lane % kPerRow * 16;
-  }
-  static __host__ __device__ constexpr int in_memory(int lane, int j) { return (j * 32 + lane) * 16; }
-};
-
-// Offsets are part of the instruction, so that one address is enough for all chunks of a lane.
-template <int kShift, int kChunk = 0>
-static __device__ __forceinline__ void copy_chunks_in(uint32_t target, const uint8_t* source) {
-  using C = Chunks<kShift>;
-  if constexpr (kChunk < C::kPerLane) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %3], 16;" ::"r"(target), "l"(source),
-                 "n"(kChunk * C::kRowsAStep * row_bytes_of(kShift)), "n"(kChunk * 512) : "memory");
-    copy_chunks_in<kShift, kChunk + 1>(target, source);
-  }
-}
-template <int kShift, int kChunk = 0>
-static __device__ __forceinline__ void copy_chunks_out(const uint8_t* source, uint8_t* target) {
-  using C = Chunks<kShift>;
-  if constexpr (kChunk < C::kPerLane) {
-    const uint4 chunk = *reinterpret_cast<const uint4*>(source + kChunk * C::kRowsAStep * row_bytes_of(kShift));
-    asm volatile("st.global.cs.v4.u32 [%0 + %5], {%1, %2, %3, %4};" ::"l"(target), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z), "r"(chunk.w),
-                 "n"(kChunk * 512) : "memory");
-    copy_chunks_out<kShift, kChunk + 1>(source, target);
-  }
-}
-
-template <int kShift>
-static __device__ __forceinline__ void stage_in_whole(uint8_t* rows, const uint8_t* source) {
-  using C = Chunks<kShift>;
-  const int lane = threadIdx.x & 31;
-  copy_chunks_in<kShift>(shared_address(rows) + C::in_rows(lane, 0), source + C::in_memory(lane, 0));
-}
-
-template <int kShift>
-static __device__ __forceinline__ void stage_value(uint8_t* target, const uint8_t* source, int i, bool there) {
-  if (kShift == 1) *reinterpret_cast<uint16_t*>(target) = there ? reinterpret_cast<const uint16_t*>(source)[i] : uint16_t{0};
-  else *reinterpret_cast<uint32_t*>(target) = there ? reinterpret_cast<const uint32_t*>(source)[i] : 0u;
-}
-
-template <int kShift>
-static __device__ __noinline__ void stage_in_part(uint8_t* rows, const uint8_t* x, int64_t first, int64_t end, bool aligned) {
-  using C = Chunks<kShift>;
-  const int lane = threadIdx.x & 31;
-  const uint8_t* source = x + (first << kShift);
-  const int64_t num_bytes = (end - first) << kShift;
-  if (aligned) {
-    for (int j = 0; j < C::kPerLane; ++j) {
-      const int64_t left = num_bytes - C::in_memory(lane, j);
-      uint8_t* target = rows + C::in_rows(lane, j);
-      if (left > 0 && left < 16) {  // the last values: nothing beyond them is read, not even by the copy engine
-        for (int i = 0; i < 16 >> kShift; ++i) stage_value<kShift>(target + (i << kShift), source + C::in_memory(lane, j), i, (i << kShift) < left);
-        continue;
-      }
-      if (left <= 0) *reinterpret_cast<uint4*>(target) = make_uint4(0u, 0u, 0u, 0u);
-      else asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source + C::in_memory(lane, j)) : "memory");
-    }
-    return;
-  }
-  for (int i = lane; i < kBlockValues * 32; i += 32) {
-    uint8_t* target = rows + (i >> 5) * row_bytes_of(kShift) + ((i & 31) << kShift);
-    stage_value<kShift>(target, source, i, first + i < end);
-  }
-}
-
-// Starts the copy of values [first, end) of x, at most 1,024, into `rows`; what lies beyond `end` becomes zero.
-template <int kShift>
-static __device__ __forceinline__ void stage_in(uint8_t* rows, const uint8_t* x, int64_t first, int64_t end, bool aligned) {
-  if (aligned && end - first >= 32 * kBlockValues) stage_in_whole<kShift>(rows, x + (first << kShift));
-  else stage_in_part<kShift>(rows, x, first, end, aligned);
-}
-static __device__ __forceinline__ void stage_in(uint8_t* rows, const uint8_t* x, int64_t first, int64_t end, Dtype dtype, bool aligned) {
-  if (dtype == Dtype::fp32) stage_in<2>(rows, x, first, end, aligned);
-  else stage_in<1>(rows, x, first, end, aligned);
-}
-
-__device__ __forceinline__ void commit_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait_stage() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-  __syncwarp();
-}
-
-template <int kShift>
-static __device__ __noinline__ void stage_out_part(const uint8_t* rows, uint8_t* target, int64_t num_values) {
-  for (int i = threadIdx.x & 31; i < kBlockValues * 32 && i < num_values; i += 32) {
-    const uint8_t* source = rows + (i >> 5) * row_bytes_of(kShift) + ((i & 31) << kShift);
-    if (kShift == 1) reinterpret_cast<uint16_t*>(target)[i] = *reinterpret_cast<const uint16_t*>(source);
-    else reinterpret_cast<uint32_t*>(target)[i] = *reinterpret_cast<const uint32_t*>(source);
-  }
-}
-
-template <int kShift>
-static __device__ __forceinline__ void stage_out_whole(const uint8_t* rows, uint8_t* target) {
-  using C = Chunks<kShift>;
-  const int lane = threadIdx.x & 31;
-  copy_chunks_out<kShift>(rows + C::in_rows(lane, 0), target + C::in_memory(lane, 0));
-}
-
-// Copies the warp's rows to values [first, end) of y; the rows are complete after a __syncwarp.
-template <int kShift>
-static __device__ __forceinline__ void stage_out(const uint8_t* rows, uint8_t* y, int64_t first, int64_t end, bool aligned) {
-  uint8_t* target = y + (first << kShift);
-  if (aligned && end - first >= 32 * kBlockValues) stage_out_whole<kShift>(rows, target);
-  else stage_out_part<kShift>(rows, target, end - first);
-}
-static __device__ __forceinline__ void stage_out(const uint8_t* rows, uint8_t* y, int64_t first, int64_t end, Dtype dtype, bool aligned) {
-  if (dtype == Dtype::fp32) stage_out<2>(rows, y, first, end, aligned);
-  else stage_out<1>(rows, y, first, end, aligned);
-}
-
 // -- rows and registers
 
 static __device__ __forceinline__ void read_row(const uint8_t* row, Dtype dtype, float (&v)[kBlockValues]) {
   const uint4* chunks = reinterpret_cast<const uint4*>(row);
   if (dtype == Dtype::bf16) {
-    ECHO_UNROLL for (int j = 0; j < 4; ++j) {
+    ECHO_UNROLL
+    for (int j = 0; j < 4; ++j) {
       const uint4 chunk = chunks[j];
       const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-      ECHO_UNROLL for (int i = 0; i < 4; ++i) {
+      ECHO_UNROLL
+      for (int i = 0; i < 4; ++i) {
         v[8 * j + 2 * i] = __uint_as_float(words[i] << 16);
         v[8 * j + 2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
       }
     }
   } else if (dtype == Dtype::fp16) {
-    ECHO_UNROLL for (int j = 0; j < 4; ++j) {
+    ECHO_UNROLL
+    for (int j = 0; j < 4; ++j) {
       const uint4 chunk = chunks[j];
       const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-      ECHO_UNROLL for (int i = 0; i < 4; ++i) {
+      ECHO_UNROLL
+      for (int i = 0; i < 4; ++i) {
         v[8 * j + 2 * i] = half_value(words[i] & 0xffffu);
         v[8 * j + 2 * i + 1] = half_value(words[i] >> 16);
       }
     }
   } else {
-    ECHO_UNROLL for (int j = 0; j < 8; ++j) {
+    ECHO_UNROLL
+    for (int j = 0; j < 8; ++j) {
       const uint4 chunk = chunks[j];
       v[4 * j] = __uint_as_float(chunk.x);
       v[4 * j + 1] = __uint_as_float(chunk.y);
@@ -187,21 +64,26 @@ __device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
 static __device__ __forceinline__ void write_row(uint8_t* row, Dtype dtype, const float (&v)[kBlockValues]) {
   uint4* chunks = reinterpret_cast<uint4*>(row);
   if (dtype == Dtype::bf16) {
-    ECHO_UNROLL for (int j = 0; j < 4; ++j)
+    ECHO_UNROLL
+    for (int j = 0; j < 4; ++j)
       chunks[j] = make_uint4(pack_bf16(v[8 * j], v[8 * j + 1]), pack_bf16(v[8 * j + 2], v[8 * j + 3]),
                              pack_bf16(v[8 * j + 4], v[8 * j + 5]), pack_bf16(v[8 * j + 6], v[8 * j + 7]));
   } else if (dtype == Dtype::fp16) {
-    ECHO_UNROLL for (int j = 0; j < 4; ++j)
+    ECHO_UNROLL
+    for (int j = 0; j < 4; ++j)
       chunks[j] = make_uint4(pack_fp16(v[8 * j], v[8 * j + 1]), pack_fp16(v[8 * j + 2], v[8 * j + 3]),
                              pack_fp16(v[8 * j + 4], v[8 * j + 5]), pack_fp16(v[8 * j + 6], v[8 * j + 7]));
   } else {
-    ECHO_UNROLL for (int j = 0; j < 8; ++j)
+    ECHO_UNROLL
+    for (int j = 0; j < 8; ++j)
       chunks[j] = make_uint4(__float_as_uint(v[4 * j]), __float_as_uint(v[4 * j + 1]), __float_as_uint(v[4 * j + 2]),
                              __float_as_uint(v[4 * j + 3]));
   }
 }
 
-__device__ __forceinline__ bool decodes_fast(int exponent) { return exponent >= -kFastDecodeExponent && exponent <= kFastDecodeExponent; }
+__device__ __forceinline__ bool decodes_fast(int exponent) {
+  return exponent >= -kFastDecodeExponent && exponent <= kFastDecodeExponent;
+}
 
 // A value as the output's dtype holds it.
 __device__ __forceinline__ float rounded(float value, Dtype dtype) {
@@ -213,8 +95,10 @@ __device__ __forceinline__ float rounded(float value, Dtype dtype) {
 // -- rotation (quantizer.hadamard): butterflies of stride 1 to 16, its own inverse up to a factor 32
 
 __device__ __forceinline__ void hadamard(float (&v)[kBlockValues]) {
-  ECHO_UNROLL for (int stride = 1; stride < kBlockValues; stride *= 2) {
-    ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) {
+  ECHO_UNROLL
+  for (int stride = 1; stride < kBlockValues; stride *= 2) {
+    ECHO_UNROLL
+    for (int i = 0; i < kBlockValues; ++i) {
       if (i & stride) continue;
       const float a = v[i], b = v[i + stride];
       v[i] = a + b;
@@ -244,13 +128,15 @@ __device__ __forceinline__ void group_range(const float (&v)[kBlockValues], int 
   float low, high;
   if (kSymmetric) {
     high = fabsf(v[0]);
-    ECHO_UNROLL for (int i = 1; i < kBlockValues; ++i) high = max_nan(high, fabsf(v[i]));
+    ECHO_UNROLL
+    for (int i = 1; i < kBlockValues; ++i) high = max_nan(high, fabsf(v[i]));
     if (valid == 0) high = 0.0f;
     for (int o = 1; o < (1 << group_shift); o <<= 1) high = max_nan(high, __shfl_xor_sync(~0u, high, o));
     low = -high;
   } else {
     low = high = v[0];
-    ECHO_UNROLL for (int i = 1; i < kBlockValues; ++i) {
+    ECHO_UNROLL
+    for (int i = 1; i < kBlockValues; ++i) {
       low = min_nan(low, v[i]);
       high = max_nan(high, v[i]);
     }
@@ -277,7 +163,8 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
 
 // -- codes. words[i] holds values 8i … (4 bits, low nibble first) or 4i … (8 bits).
 
-constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds half-to-even and leaves the integer in the low bits
+constexpr float kRound =
+    12582912.0f;  // 1.5 * 2^23: adding it rounds half-to-even and leaves the integer in the low bits
 
 template <int kBits, Policy kPolicy>
 struct BlockCodec {
@@ -291,25 +178,32 @@ struct BlockCodec {
   template <bool kWantResidual>
   static __device__ __forceinline__ void encode(float (&v)[kBlockValues], const Params& params, int exponent,
                                                 uint32_t (&words)[kBits]) {
-    if (exponent >= -kFastEncodeExponent && exponent <= kFastEncodeExponent) encode_block<kWantResidual, true>(v, params, exponent, words);
-    else encode_block<kWantResidual, false>(v, params, exponent, words);
+    if (exponent >= -kFastEncodeExponent && exponent <= kFastEncodeExponent)
+      encode_block<kWantResidual, true>(v, params, exponent, words);
+    else
+      encode_block<kWantResidual, false>(v, params, exponent, words);
     if (!(params.scale == params.scale)) {
       const uint32_t lowest = static_cast<uint32_t>(Q::kLowest + Q::kOffset) * (kBits == 4 ? 0x11111111u : 0x01010101u);
-      ECHO_UNROLL for (int i = 0; i < kBits; ++i) words[i] = lowest;
+      ECHO_UNROLL
+      for (int i = 0; i < kBits; ++i) words[i] = lowest;
     }
   }
 
-  // acc += decoded values, one rounding a value for the decoded value and one for the sum. Sums start at -0, which leaves
-  // every first term as it is. `fast`: the exponent is within kFastDecodeExponent.
+  // acc += decoded values, one rounding a value for the decoded value and one for the sum. Sums start at -0, which
+  // leaves every first term as it is. `fast`: the exponent is within kFastDecodeExponent.
   static __device__ __forceinline__ void add_decoded(const uint32_t (&words)[kBits], float step, float zero, bool fast,
                                                      float (&acc)[kBlockValues]) {
-    if (Q::kSymmetric && fast) put_block<false, true>(words, step, zero, acc);
-    else put_block<false, false>(words, step, zero, acc);
+    if (Q::kSymmetric && fast)
+      put_block<false, true>(words, step, zero, acc);
+    else
+      put_block<false, false>(words, step, zero, acc);
   }
   static __device__ __forceinline__ void decode(const uint32_t (&words)[kBits], float step, float zero, bool fast,
                                                 float (&values)[kBlockValues]) {
-    if (Q::kSymmetric && fast) put_block<true, true>(words, step, zero, values);
-    else put_block<true, false>(words, step, zero, values);
+    if (Q::kSymmetric && fast)
+      put_block<true, true>(words, step, zero, values);
+    else
+      put_block<true, false>(words, step, zero, values);
   }
 
  private:
@@ -323,9 +217,11 @@ struct BlockCodec {
     const float step = Q::step(params, exponent);
     constexpr float kMagic = kRound + Q::kOffset;
     constexpr float kLow = Q::kLowest, kHigh = Q::kHighest;
-    ECHO_UNROLL for (int w = 0; w < kBits; ++w) {
+    ECHO_UNROLL
+    for (int w = 0; w < kBits; ++w) {
       uint32_t b[kPerWord];
-      ECHO_UNROLL for (int i = 0; i < kPerWord; ++i) {
+      ECHO_UNROLL
+      for (int i = 0; i < kPerWord; ++i) {
         float& value = v[w * kPerWord + i];
         float t = (kFast ? value : value * factor) * multiplier;
         if (!Q::kSymmetric) t = t + params.zero;
@@ -335,8 +231,10 @@ struct BlockCodec {
         if (kWantResidual) {
           const float q = sum - kMagic;
           // q * step has at most 19 bits: the product is exact, and one fused rounding is the definition's subtraction.
-          if (kFast && Q::kSymmetric) value = __fmaf_rn(-q, step, value);
-          else value = value - (q - (Q::kSymmetric ? 0.0f : params.zero)) * step;
+          if (kFast && Q::kSymmetric)
+            value = __fmaf_rn(-q, step, value);
+          else
+            value = value - (q - (Q::kSymmetric ? 0.0f : params.zero)) * step;
         }
       }
       words[w] = kFast && !Q::kSymmetric && !kWantResidual ? pack_clamped(b) : pack(b);
@@ -348,7 +246,8 @@ struct BlockCodec {
     constexpr uint32_t kMagicBits = 0x4b400000u;
     constexpr uint32_t kCopies = kBits == 4 ? 0x11111111u : 0x01010101u;
     uint32_t word = b[kPerWord - 1];
-    ECHO_UNROLL for (int i = kPerWord - 2; i >= 0; --i) word = word * (1u << kBits) + b[i];
+    ECHO_UNROLL
+    for (int i = kPerWord - 2; i >= 0; --i) word = word * (1u << kBits) + b[i];
     return word - kMagicBits * kCopies;
   }
 
@@ -356,7 +255,8 @@ struct BlockCodec {
   static __device__ __forceinline__ uint32_t pack_clamped(const uint32_t (&b)[kPerWord]) {
     constexpr uint32_t kHighest2 = Q::kHighest * 0x00010001u;
     uint32_t word = 0;
-    ECHO_UNROLL for (int i = kPerWord / 2 - 1; i >= 0; --i) {
+    ECHO_UNROLL
+    for (int i = kPerWord / 2 - 1; i >= 0; --i) {
       const uint32_t pair = __byte_perm(b[i], b[i + kPerWord / 2], 0x5410);
       word = word * (1u << kBits) + __vimin_s16x2_relu(pair, kHighest2);
     }
@@ -372,10 +272,13 @@ struct BlockCodec {
   // (2^e + offset) * step has at most 24 bits, so b * step - (2^e + offset) * step fuses into one exact rounding.
   // kFused needs a fast exponent, too: (2^e + offset) * step must not overflow.
   template <bool kSet, bool kFused>
-  static __device__ __forceinline__ void put_block(const uint32_t (&words)[kBits], float step, float zero, float (&acc)[kBlockValues]) {
+  static __device__ __forceinline__ void put_block(const uint32_t (&words)[kBits], float step, float zero,
+                                                   float (&acc)[kBlockValues]) {
     if (kBits == 4) {
-      const float at8 = -(32768.0f + Q::kOffset) * step, at12 = -(2048.0f + Q::kOffset) * step, at16 = -(128.0f + Q::kOffset) * step;
-      ECHO_UNROLL for (int w = 0; w < kBits; ++w) {
+      const float at8 = -(32768.0f + Q::kOffset) * step, at12 = -(2048.0f + Q::kOffset) * step,
+                  at16 = -(128.0f + Q::kOffset) * step;
+      ECHO_UNROLL
+      for (int w = 0; w < kBits; ++w) {
         const uint32_t word = words[w], up = word << 8, down = word >> 12;
         nibble<8, kSet, kFused>(up, step, zero, at8, acc[8 * w]);
         nibble<12, kSet, kFused>(up, step, zero, at12, acc[8 * w + 1]);
@@ -388,10 +291,13 @@ struct BlockCodec {
       }
     } else {
       const float at8 = -(32768.0f + Q::kOffset) * step;
-      ECHO_UNROLL for (int i = 0; i < kBlockValues; ++i) {
+      ECHO_UNROLL
+      for (int i = 0; i < kBlockValues; ++i) {
         const float b = __uint_as_float(__byte_perm(words[i / 4], 0x47000000u, 0x7504 | (i % 4) << 4));
-        if (kFused) put<kSet>(__fmaf_rn(b, step, at8), acc[i]);
-        else put<kSet>(((b - 32768.0f) - zero) * step, acc[i]);
+        if (kFused)
+          put<kSet>(__fmaf_rn(b, step, at8), acc[i]);
+        else
+          put<kSet>(((b - 32768.0f) - zero) * step, acc[i]);
       }
     }
   }
@@ -400,8 +306,10 @@ struct BlockCodec {
   static __device__ __forceinline__ void nibble(uint32_t word, float step, float zero, float offset, float& acc) {
     constexpr uint32_t kExponent = static_cast<uint32_t>(127 + 23 - kAt) << 23;
     const float b = __uint_as_float(and_or(word, 0xfu << kAt, kExponent));
-    if (kFused) put<kSet>(__fmaf_rn(b, step, offset), acc);
-    else put<kSet>(((b - static_cast<float>(1u << (23 - kAt))) - zero) * step, acc);
+    if (kFused)
+      put<kSet>(__fmaf_rn(b, step, offset), acc);
+    else
+      put<kSet>(((b - static_cast<float>(1u << (23 - kAt))) - zero) * step, acc);
   }
 };
 

@@ -10,7 +10,8 @@
 //   slot       = codes | params, all groups of a tile | header 16 B {i16 exponent, u16 0, u32 signature, u64 0}
 //                the parts of the wire record, codes first so that a warp's stores fall on whole 128-byte lines;
 //                at 8 bits the two halves of a block lie 2,048 B apart, for the same reason
-//   flag       = once the record of tile number k is there: k + 1 | i16 exponent << 32 | low half of the signature << 48
+//   flag       = once the record of tile number k is there: k + 1 | i16 exponent << 32 | low half of the signature <<
+//   48
 #pragma once
 
 #include <cstddef>
@@ -92,11 +93,11 @@ ECHO_HD int state_tile_bytes(StateDtype dtype) {
 
 // The words of the control region that ranks and thread blocks share.
 struct Control {
-  uint32_t amax_epoch;    // calls with `rescale: group` so far
-  uint32_t amax_arrivals; // thread blocks of the running call whose amax is in
-  uint32_t amax;          // largest finite |x| of this rank, its bits
-  uint32_t claim;         // 1 once a failure is being reported
-  uint32_t abort;         // 1 + the rank that reported a failure, written by any rank
+  uint32_t amax_epoch;     // calls with `rescale: group` so far
+  uint32_t amax_arrivals;  // thread blocks of the running call whose amax is in
+  uint32_t amax;           // largest finite |x| of this rank, its bits
+  uint32_t claim;          // 1 once a failure is being reported
+  uint32_t abort;          // 1 + the rank that reported a failure, written by any rank
   uint32_t unused[27];
   uint64_t rank_amax[kMaxRanks][2];  // (amax_epoch + 1) << 32 | amax, from each rank, by parity of the epoch
 };
@@ -120,15 +121,17 @@ struct WorkspaceLayout {
   }
   ECHO_HD int64_t num_slots() const { return static_cast<int64_t>(kNumStages) * (world - 1) * num_teams * ring; }
   ECHO_HD int64_t epoch_offset(int team) const { return kControlBytes + 4 * static_cast<int64_t>(team); }
-  ECHO_HD int64_t flags_offset() const { return kControlBytes + round_up(4 * static_cast<int64_t>(num_teams), kSlotAlignment); }
+  ECHO_HD int64_t flags_offset() const {
+    return kControlBytes + round_up(4 * static_cast<int64_t>(num_teams), kSlotAlignment);
+  }
   ECHO_HD int64_t flag_offset(int64_t slot) const { return flags_offset() + 8 * slot; }
   ECHO_HD int64_t slots_offset() const { return flags_offset() + round_up(8 * num_slots(), kSlotAlignment); }
   ECHO_HD int64_t slot_offset(int64_t slot) const { return slots_offset() + slot * slot_bytes; }
   ECHO_HD int64_t bytes() const { return slots_offset() + num_slots() * slot_bytes; }
 };
 
-// Tile numbers are modulo 2^32 and flags are compared for equality, so they may wrap: a slot is never ahead of its reader
-// (the ring holds it back), and a stale flag would have to be exactly 2^32 tiles old to be mistaken.
+// Tile numbers are modulo 2^32 and flags are compared for equality, so they may wrap: a slot is never ahead of its
+// reader (the ring holds it back), and a stale flag would have to be exactly 2^32 tiles old to be mistaken.
 ECHO_HD uint32_t flag_value(uint32_t tile_number) { return tile_number + 1; }
 
 ECHO_HD uint64_t make_flag(uint32_t tile_number, int exponent, uint32_t signature) {

@@ -43,7 +43,7 @@ ECHO_HD float float_of(uint32_t bits) {
 
 ECHO_HD float infinity() { return float_of(0x7f800000u); }
 ECHO_HD float quiet_nan() { return float_of(0x7fc00000u); }
-ECHO_HD float larger(float a, float b) { return a > b ? a : b; }    // of two finite values
+ECHO_HD float larger(float a, float b) { return a > b ? a : b; }  // of two finite values
 ECHO_HD float smaller(float a, float b) { return a < b ? a : b; }
 ECHO_HD float clamp(float value, float lowest, float highest) { return smaller(larger(value, lowest), highest); }
 
@@ -137,9 +137,12 @@ struct Quantizer {
     Params params;
     params.stored = stored;
     params.scale = kRotates ? decode_scale8(stored & 0xff) : half_value(stored & 0xffff);
-    if (kSymmetric) params.zero = static_cast<float>(kOffset);
-    else if (kRotates) params.zero = static_cast<float>(stored >> 8 & 0xff) * kZero8Step + kZero8Lowest;
-    else params.zero = half_value(stored >> 16);
+    if (kSymmetric)
+      params.zero = static_cast<float>(kOffset);
+    else if (kRotates)
+      params.zero = static_cast<float>(stored >> 8 & 0xff) * kZero8Step + kZero8Lowest;
+    else
+      params.zero = half_value(stored >> 16);
     return params;
   }
 

@@ -1,9 +1,9 @@
 // Readiness between ranks, and waits that end.
 //
-// A sender writes a record with plain stores; its send warp, once all of the team's warps have stored, fences the system
-// and sets the slot's flag in the receiver's memory. The receiver's receive warp polls the flag, acquires, and tells its
-// team through shared memory. Fences and polls take microseconds; the teams' own warps do neither. Records are read past
-// L1 (ld.global.cg), which is not coherent with a peer's stores.
+// A sender writes a record with plain stores; its send warp, once all of the team's warps have stored, fences the
+// system and sets the slot's flag in the receiver's memory. The receiver's receive warp polls the flag, acquires, and
+// tells its team through shared memory. Fences and polls take microseconds; the teams' own warps do neither. Records
+// are read past L1 (ld.global.cg), which is not coherent with a peer's stores.
 //
 // A wait that takes longer than the limit, or meets a record of another call, reports to the host's failure record and
 // raises the abort word on every rank; all waits look at it, so every rank's kernel ends soon after.
@@ -27,11 +27,16 @@ __device__ __forceinline__ void store_relaxed(uint64_t* flag, uint64_t value) {
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 // Between the warps of a thread block, through shared memory.
 __device__ __forceinline__ void store_release_shared(uint32_t* word, uint32_t value) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))), "r"(value) : "memory");
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))),
+               "r"(value)
+               : "memory");
 }
 __device__ __forceinline__ uint32_t load_acquire_shared(const uint32_t* word) {
   uint32_t value;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word))) : "memory");
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+               : "=r"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word)))
+               : "memory");
   return value;
 }
 __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
@@ -74,7 +79,8 @@ static __device__ __noinline__ void report(const Signals& signals, Failure code,
 // Counts polls; true once the wait must end. Looks at the abort word and the clock every 64 polls.
 class Patience {
  public:
-  __device__ __forceinline__ explicit Patience(const Signals& signals) : signals_(signals), polls_(0), start_(0), grace_(0) {}
+  __device__ __forceinline__ explicit Patience(const Signals& signals)
+      : signals_(signals), polls_(0), start_(0), grace_(0) {}
 
   // Something arrived: the wait for the next begins.
   __device__ __forceinline__ void renew() { start_ = 0; }
