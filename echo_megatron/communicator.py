@@ -80,7 +80,7 @@ class Communicator:
         )
 
     def min_bytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Messages in `dtype` of fewer bytes are not worth quantizing: the config's `min_bytes`, or what was measured."""
+        """Messages in `dtype` of fewer bytes are not quantized: the config's `min_bytes`, or what was measured."""
         return self.transport.min_bytes(dtype) if self.config.min_bytes is None else self.config.min_bytes
 
     def all_reduce(self, x: Tensor, site: Site, *, out: Tensor | None = None) -> Tensor:

@@ -209,8 +209,8 @@ def _shortened(output: str) -> str:
     lines = output.strip().splitlines()
     if len(lines) <= MAX_SHOWN_LINES:
         return "\n".join(lines)
-    errors = [line for line in lines if "error" in line] or lines
-    return "\n".join([*errors[:MAX_SHOWN_LINES], f"… of {len(lines)} lines; run the command for all"])
+    errors = [line for line in lines if "error" in line][:MAX_SHOWN_LINES] or lines[-MAX_SHOWN_LINES:]
+    return "\n".join([*errors, f"… of {len(lines)} lines; run the command for all"])
 
 
 # -- cache

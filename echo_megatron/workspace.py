@@ -89,12 +89,12 @@ class SymmetricWorkspace(Workspace):
         ring = torch.ops.echo_megatron.ring_size(MAX_DEPTH)
         slot_bytes = slot_bytes_for(config)
         size = torch.ops.echo_megatron.workspace_bytes(group.size(), num_teams, ring, slot_bytes)
-        buffer = _all_or_none(
+        buffer = all_or_none(
             group,
             f"allocate {size / 2**20:.1f} MiB of symmetric memory",
             lambda: symmetric_memory.empty(size, dtype=torch.uint8, device=device),
         )
-        self._handle: Any = _all_or_none(
+        self._handle: Any = all_or_none(
             group, "map the peers' memory", lambda: symmetric_memory.rendezvous(buffer, group)
         )
         buffer.zero_()
@@ -130,7 +130,7 @@ def gather_numbers(group: dist.ProcessGroup, number: int) -> list[int]:
     return numbers.tolist()
 
 
-def _all_or_none(group: dist.ProcessGroup, what: str, action: Callable[[], Any]) -> Any:
+def all_or_none(group: dist.ProcessGroup, what: str, action: Callable[[], Any]) -> Any:
     """The action's result where it succeeded on every rank; otherwise all ranks raise."""
     result, reason = None, None
     try:

@@ -347,7 +347,7 @@ def test_sizes_of_the_kernels_are_those_of_the_layout(tmp_path: Path) -> None:
         f"`compact`: {TILE_VALUES:,} bytes of c, {TILE_VALUES // 2:,} of m2, {compact - TILE_VALUES * 3 // 2} of scales"
         in how
     )
-    grace = re.search(r"kGatherGraceNs = ([\d']+);", (ROOT / "cuda" / "all_reduce.cuh").read_text())
+    grace = re.search(r"kGatherGraceNs = ([\d']+);", (ROOT / "cuda" / "signal_warps.cuh").read_text())
     assert grace and f"{int(grace[1].replace(chr(39), '')) / 1e9:g} s more patient" in how
     figure = (ROOT / "scripts" / "draw_pipeline.py").read_text()
     assert f"RING = {numbers['ring']} " in figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +19,9 @@ from echo_megatron.reference import Segments, make_quantizer
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError, Reduced
 from echo_megatron.tuning import Choice, Table, load_table
-from echo_megatron.workspace import SymmetricWorkspace, Workspace, gather_numbers, host_number
+from echo_megatron.workspace import SymmetricWorkspace, Workspace, all_or_none, gather_numbers, host_number
+
+logger = logging.getLogger(__name__)
 
 _STAGES = ("push", "gather", "rescale")
 _TIMEOUT, _MISMATCH = 1, 2  # cuda/arguments.cuh, Failure; 3 is a peer that gave up
@@ -193,7 +196,7 @@ class P2PTransport:
             )
         elif code == _MISMATCH:
             what = (
-                f"rank {peer} makes another call: expected call {expected:#010x}, got {seen:#010x}. The ranks must "
+                f"rank {peer} makes another call: expected call {expected:#06x}, got {seen:#06x}. The ranks must "
                 "agree on site, elements, dtype, bits, policy and algorithm"
             )
         else:
@@ -373,14 +376,16 @@ def why_unavailable(group: dist.ProcessGroup) -> str | None:
         return f"the GPU's compute capability {torch.cuda.get_device_capability()} is below 8.0"
     try:
         ops.load()
-    except (ops.KernelsUnavailable, ops.KernelBuildError) as error:
-        return str(error)
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        return str(error) or type(error).__name__
     return None
 
 
 def agree(group: dist.ProcessGroup) -> str | None:
     """Why the group cannot use the p2p transport, the same answer on every rank, or None. Collective."""
     reason = why_unavailable(group)
+    if reason is not None:
+        logger.warning("echo: rank %d cannot use the p2p transport: %s", group.rank(), reason)
     unable = [rank for rank, bad in enumerate(gather_numbers(group, int(reason is not None))) if bad]
     if unable:
         return (
@@ -412,7 +417,8 @@ def connect(group: dist.ProcessGroup, config: EchoConfig) -> P2PTransport:
         CommunicationError: memory could not be allocated or mapped, or the ranks' tuning tables differ; on all ranks.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    table = load_table(torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    table: Table = all_or_none(group, "read its tuning table", lambda: load_table(name))
     if len(set(gather_numbers(group, table.fingerprint()))) > 1:
         raise CommunicationError(
             "p2p transport: the ranks have different tuning tables; write them anew with echo-megatron bench --tune"
