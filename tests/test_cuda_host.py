@@ -51,7 +51,7 @@ def as_call(assembly: re.Match[str]) -> str:
 # asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
 COPY = re.compile(
     r'asm volatile\("cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+);" '
-    r'::"r"\(shared_address\((.+)\)\), "l"\((.+)\) : "memory"\);'
+    r'::"r"\(shared_address\((.+?)\)\),\s+"l"\((.+?)\)\s+: "memory"\);'
 )
 
 
