@@ -38,8 +38,7 @@ struct Chunk {
 };
 
 // 16 bytes of x from byte `at`; what lies beyond the end is zero.
-__device__ __forceinline__ uint4 load_chunk(const uint8_t* x, int64_t at, int64_t num_bytes, bool aligned,
-                                            int element_bytes) {
+__device__ __forceinline__ uint4 load_chunk(const uint8_t* x, int64_t at, int64_t num_bytes, bool aligned) {
   if (aligned && at + 16 <= num_bytes) return *reinterpret_cast<const uint4*>(x + at);
   uint32_t words[4] = {0u, 0u, 0u, 0u};
   ECHO_UNROLL
@@ -73,8 +72,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) exact_kernel(const __grid_co
   const WorkspaceLayout& w = a.workspace;
   const int team_in_block = threadIdx.x / kTeamThreads, thread = threadIdx.x % kTeamThreads;
   const int team = team_in_block * gridDim.x + blockIdx.x, num_teams = gridDim.x * kTeams;
-  const int element_bytes = kDtype == Dtype::fp32 ? 4 : 2;
-  const int64_t num_bytes = a.num_values * element_bytes;
+  const int64_t num_bytes = a.num_values * (kDtype == Dtype::fp32 ? 4 : 2);
   const int64_t tiles = ceil_div(num_bytes, kExactBytes);
   if (team >= tiles) return;
   const int num_rows = static_cast<int>((tiles - team + num_teams - 1) / num_teams);
@@ -88,7 +86,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) exact_kernel(const __grid_co
   for (int k = 0; k <= num_rows; ++k) {
     uint4 next = own;
     if (k < num_rows) {
-      next = load_chunk(a.x, offset(k), num_bytes, a.aligned, element_bytes);
+      next = load_chunk(a.x, offset(k), num_bytes, a.aligned);
       for (int i = 1; i < s.world; ++i) {
         const int peer = (s.rank + i) % s.world;
         uint8_t* slot = s.peers[peer] + w.slot_offset(w.slot_idx(Stage::push, peer, s.rank, team, epoch + k));

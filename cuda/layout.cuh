@@ -82,12 +82,12 @@ struct Segments {
 };
 
 // Bytes of the compensator's state for one tile: c, then m2, then (compact) the scales of both.
-ECHO_HD int state_value_bytes(StateDtype dtype) { return dtype == StateDtype::fp32 ? 4 : 2; }
-ECHO_HD int state_average_offset(StateDtype dtype) {
+ECHO_HD constexpr int state_value_bytes(StateDtype dtype) { return dtype == StateDtype::fp32 ? 4 : 2; }
+ECHO_HD constexpr int state_average_offset(StateDtype dtype) {
   return dtype == StateDtype::compact ? kTileValues : kTileValues * state_value_bytes(dtype);
 }
 constexpr int kCompactScalesOffset = kTileValues + kTileValues / 2;
-ECHO_HD int state_tile_bytes(StateDtype dtype) {
+ECHO_HD constexpr int state_tile_bytes(StateDtype dtype) {
   return dtype == StateDtype::compact ? kCompactScalesOffset + kTeamThreads * 4 : 2 * state_average_offset(dtype);
 }
 

@@ -3,7 +3,8 @@
 // A sender writes a record with plain stores; its send warp, once all of the team's warps have stored, fences the
 // system and sets the slot's flag in the receiver's memory. The receiver's receive warp polls the flag, acquires, and
 // tells its team through shared memory. Fences and polls take microseconds; the teams' own warps do neither. Records
-// are read past L1 (ld.global.cg), which is not coherent with a peer's stores.
+// are read past L1 (.cg), which is not coherent with a peer's stores; the copy of 4 bytes of parameters, which has no
+// such form, comes after the acquire, and that empties L1.
 //
 // A wait that takes longer than the limit, or meets a record of another call, reports to the host's failure record and
 // raises the abort word on every rank; all waits look at it, so every rank's kernel ends soon after.

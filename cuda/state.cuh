@@ -30,10 +30,8 @@ class BlockState {
   __device__ __forceinline__ BlockState(const uint8_t* source, uint8_t* tile, bool fresh)
       : source_(source), tile_(tile), thread_(threadIdx.x % kTeamThreads), fresh_(fresh) {}
 
-  static constexpr int kAverageOffset =
-      kDtype == StateDtype::fp32 ? kTileValues * 4 : (kDtype == StateDtype::bf16 ? kTileValues * 2 : kTileValues);
-  static constexpr int kTileBytes =
-      kDtype == StateDtype::compact ? kCompactScalesOffset + kTeamThreads * 4 : 2 * kAverageOffset;
+  static constexpr int kAverageOffset = state_average_offset(kDtype);
+  static constexpr int kTileBytes = state_tile_bytes(kDtype);
 
   // Starts the copy of this thread's part of a tile's state; nobody else reads it.
   static __device__ __forceinline__ void copy_async(uint8_t* target, const uint8_t* tile, bool with_average) {

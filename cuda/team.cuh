@@ -272,6 +272,9 @@ class Team {
     Codec::template encode<kWantResidual>(v, record.params, record.exponent, record.words);
   }
 
+  // Of this thread's group, in a record's parameters.
+  __device__ __forceinline__ int param_offset() const { return (thread_ >> a_.group_shift) * Q::kParamBytes; }
+
   __device__ __forceinline__ void store(uint8_t* target, const Record& record) const {
     uint4* codes = reinterpret_cast<uint4*>(target) + thread_;
     ECHO_UNROLL
@@ -279,7 +282,7 @@ class Team {
       codes[j * kTeamThreads] =
           make_uint4(record.words[4 * j], record.words[4 * j + 1], record.words[4 * j + 2], record.words[4 * j + 3]);
     if ((thread_ & ((1 << a_.group_shift) - 1)) == 0) {
-      uint8_t* params = target + slot_layout_.params + (thread_ >> a_.group_shift) * Q::kParamBytes;
+      uint8_t* params = target + slot_layout_.params + param_offset();
       if (Q::kParamBytes == 1)
         *params = static_cast<uint8_t>(record.params.stored);
       else if (Q::kParamBytes == 2)
@@ -304,7 +307,7 @@ class Team {
       record.words[4 * j + 2] = chunk.z;
       record.words[4 * j + 3] = chunk.w;
     }
-    const uint8_t* params = from + slot_layout_.params + (thread_ >> a_.group_shift) * Q::kParamBytes;
+    const uint8_t* params = from + slot_layout_.params + param_offset();
     if (Q::kParamBytes == 1)
       record.params.stored = __ldcg(params);
     else if (Q::kParamBytes == 2)
@@ -316,7 +319,6 @@ class Team {
 
   // The same in two steps, through shared memory: a copy that starts early and needs no registers. Each thread copies
   // what it will read; of the parameters the word that holds its own.
-  __device__ __forceinline__ int param_offset() const { return (thread_ >> a_.group_shift) * Q::kParamBytes; }
   __device__ __forceinline__ void fetch(int place, Stage stage, int source, int k) const {
     const uint8_t* from = received_slot(stage, source, k);
     const uint32_t to = shared_address(received_ + place * received_record_bytes(kBits));

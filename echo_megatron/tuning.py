@@ -28,7 +28,7 @@ SHIPPED = Path(__file__).parent / "tuning_tables"
 DEFAULT = SHIPPED / "default.json"
 USER_FOLDER = Path("~/.cache/echo_megatron")
 MAX_BLOCKS = 1024
-MAX_DEPTH = 4  # what the workspace's rings hold
+MAX_DEPTH = 4  # tiles between push and reduce: the workspace's rings are for as many
 MEASURED_ITEMSIZE = 2  # thresholds are bytes of a 16-bit message
 
 

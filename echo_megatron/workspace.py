@@ -18,10 +18,10 @@ from torch import Tensor
 from echo_megatron.config import EchoConfig
 from echo_megatron.ops import index_of
 from echo_megatron.transports.protocol import CommunicationError
+from echo_megatron.tuning import MAX_DEPTH
 
 NUM_FAILURE_FIELDS = 16
 TEAMS_A_BLOCK = 4  # cuda/layout.cuh, kTeams
-MAX_DEPTH = 4  # tiles between push and reduce; more hides no more latency and costs workspace
 
 
 class Workspace:

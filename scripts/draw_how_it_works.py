@@ -6,6 +6,7 @@ usage: python scripts/draw_how_it_works.py [--out docs/how_it_works.png]
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -209,15 +210,20 @@ def draw() -> plt.Figure:
     return figure
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draw the figure of docs/how_it_works.md.")
-    parser.add_argument("--out", type=Path, default=Path("docs/how_it_works.png"), help="PNG (%(default)s)")
+def save(draw: Callable[[], plt.Figure], target: Path, arguments: list[str] | None) -> None:
+    """The command line of a script that draws one figure of docs/how_it_works.md."""
+    parser = argparse.ArgumentParser(description=f"Draw {target} for docs/how_it_works.md.")
+    parser.add_argument("--out", type=Path, default=target, help="PNG (%(default)s)")
     args = parser.parse_args(arguments)
     figure = draw()
     # Without the version of matplotlib in it, the same drawing is the same file.
     figure.savefig(args.out, dpi=150, facecolor="white", metadata={"Software": None})
     plt.close(figure)
     print(f"written: {args.out}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    save(draw, Path("docs/how_it_works.png"), arguments)
 
 
 if __name__ == "__main__":

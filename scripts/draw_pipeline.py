@@ -5,7 +5,6 @@ usage: python scripts/draw_pipeline.py [--out docs/pipeline.png]
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from draw_how_it_works import GREY, INK, SEGMENT_COLOURS, arrow, tint
+from draw_how_it_works import GREY, INK, SEGMENT_COLOURS, arrow, save, tint
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
@@ -212,14 +211,7 @@ def draw() -> plt.Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draw the figure of the kernels in docs/how_it_works.md.")
-    parser.add_argument("--out", type=Path, default=Path("docs/pipeline.png"), help="PNG (%(default)s)")
-    args = parser.parse_args(arguments)
-    figure = draw()
-    # Without the version of matplotlib in it, the same drawing is the same file.
-    figure.savefig(args.out, dpi=150, facecolor="white", metadata={"Software": None})
-    plt.close(figure)
-    print(f"written: {args.out}")
+    save(draw, Path("docs/pipeline.png"), arguments)
 
 
 if __name__ == "__main__":
