@@ -50,16 +50,20 @@ class EchoProcessGroup(dist.ProcessGroup):
         """Whether this all-reduce is the site's own and large enough to quantize, or small enough to sum exactly."""
         return self._call_for(x, op) is not None
 
-    def _call_for(self, x: Tensor, op: Any) -> Callable[..., Tensor] | None:
-        """The communicator's call that does this all-reduce, or None: it is not the site's."""
-        if not (
+    def is_own(self, x: Tensor, op: Any) -> bool:
+        """Whether this all-reduce is the site's sum in a phase that is quantized, whatever its size."""
+        return (
             self._is_active()
             and x.dtype in _DTYPES
             and x.dim() >= 2
             and x.shape[-1] == self.hidden_size
             and x.numel() > 0
             and op == _SUM
-        ):
+        )
+
+    def _call_for(self, x: Tensor, op: Any) -> Callable[..., Tensor] | None:
+        """The communicator's call that does this all-reduce, or None: the real group does it."""
+        if not self.is_own(x, op):
             return None
         if x.numel() * x.element_size() >= self._min_bytes[x.dtype]:
             return self.communicator.all_reduce
