@@ -121,6 +121,18 @@ class Compensator:
             self._fresh = True
         return self._raw
 
+    def correction(self, shape: torch.Size, device: torch.device) -> Tensor | None:
+        """A copy of c as the next `apply` adds it to values of this shape, fp32; None where it adds nothing."""
+        if self._fresh or self._state is None or self._layout != (shape, device):
+            return None
+        return self._state.correction().clone()  # an FP32 state gives itself, which `update` overwrites
+
+    def written_state(self, key: tuple[object, ...], num_bytes: int, device: torch.device) -> Tensor | None:
+        """What `raw_state` returns of the same arguments, where the next call reads it; None where it reads nothing."""
+        if self._fresh or self._raw is None or self._layout != (key, num_bytes, device):
+            return None
+        return self._raw
+
     def mark_updated(self) -> None:
         """The buffer of `raw_state` holds the state for the next site."""
         assert self._raw is not None

@@ -153,6 +153,12 @@ class EchoProcessGroup(dist.ProcessGroup):
         distributed_c10d._world.pg_group_ranks.pop(self, None)
 
 
+def groups_of(communicator: Communicator) -> list[EchoProcessGroup]:
+    """The registered groups that send their all-reduces to `communicator`."""
+    groups = (group for group in distributed_c10d._world.pg_map if isinstance(group, EchoProcessGroup))
+    return [group for group in groups if group.communicator is communicator]
+
+
 class _CompletedWork(dist.Work):
     """A call that is already ordered on the caller's stream."""
 

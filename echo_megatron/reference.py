@@ -50,6 +50,28 @@ def choose_algorithm(config: EchoConfig, world_size: int) -> Algorithm:
     return Algorithm.one_shot if world_size <= 2 else Algorithm.two_shot
 
 
+def num_sent_bytes(
+    config: EchoConfig, bits: int, algorithm: Algorithm, world_size: int, rank: int, num_values: int
+) -> int:
+    """Bytes of wire records that `rank` sends to others in an all-reduce of `num_values` values.
+
+    Args:
+        config: the options.
+        bits: the site's.
+        algorithm: one_shot or two_shot.
+        world_size: P.
+        rank: whose.
+        num_values: of the tensor, before the working basis fills its last block.
+    """
+    quantizer, num_others = make_quantizer(config, bits), world_size - 1
+    num_values = quantizer.num_basis_values(num_values)
+    if algorithm is Algorithm.one_shot:
+        return num_others * quantizer.num_bytes(num_values)
+    segments = Segments.split(num_values, world_size, quantizer.group_size)
+    records = [quantizer.num_bytes(segments.size(owner)) for owner in range(world_size)]
+    return sum(records) + (num_others - 1) * records[rank]  # push the segments of others, give one's own to them all
+
+
 def make_quantizer(config: EchoConfig, bits: int) -> Quantizer:
     """The quantizer of a site of `bits` bits."""
     return Quantizer(bits, config.policy, config.group_size, config.rescale)

@@ -22,6 +22,7 @@ from echo_megatron.compensator import Compensator
 from echo_megatron.config import GROUP_SIZES, Algorithm, EchoConfig, Policy, Rescale, StateDtype
 from echo_megatron.quantizer import HEADER_BYTES, TILE_VALUES, Quantizer, hadamard
 from echo_megatron.reference import Segments
+from echo_megatron.transports.tiled_state import tile_corrections
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICIES = list(Policy)
@@ -398,6 +399,8 @@ def test_state_over_the_sites_of_a_pass(
         host.check_state_site(STATE_DTYPES.index(dtype), int(site == 0), int(by_copy), *inputs)
         assert same_bits(compensated, compensator.apply(x))
         compensator.update(residual)
+        correction = compensator.correction(x.shape, x.device)
+        assert correction is not None and same_bits(tile_corrections(state, dtype), correction)
         if dtype is StateDtype.compact:
             assert isinstance(compensator._state, state_module.CompactState)
             assert same_compact_state(state, compensator._state)

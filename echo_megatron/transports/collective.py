@@ -18,6 +18,7 @@ from echo_megatron.reference import (
     choose_algorithm,
     finite_amax,
     make_quantizer,
+    num_sent_bytes,
     rank_residual,
     sum_in_rank_order,
 )
@@ -73,6 +74,15 @@ class CollectiveTransport:
         if not keep or records.numel() >= output.numel() * output.element_size():
             return Reduced(output, output, _same)
         return Reduced(output, records, partial(_restore, quantizer, decode, x.shape, x.dtype))
+
+    def correction(self, x: Tensor, site: Site, compensator: Compensator) -> Tensor | None:
+        """See `Transport.correction`."""
+        num_values = self._quantizer(site.bits).num_basis_values(x.numel())
+        return compensator.correction(torch.Size((num_values,)), x.device)
+
+    def num_sent_bytes(self, x: Tensor, site: Site) -> int:
+        """See `Transport.num_sent_bytes`."""
+        return num_sent_bytes(self.config, site.bits, self.algorithm, self.world_size, self.rank, x.numel())
 
     def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """0: the process group's own all-reduce serves small messages."""

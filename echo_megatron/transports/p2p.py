@@ -15,9 +15,10 @@ from echo_megatron import ops
 from echo_megatron.compensator import Compensator
 from echo_megatron.config import Algorithm, EchoConfig, Residual
 from echo_megatron.ops import index_of
-from echo_megatron.reference import Segments, make_quantizer
+from echo_megatron.reference import make_quantizer, num_sent_bytes
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError, Reduced
+from echo_megatron.transports.tiled_state import read_correction
 from echo_megatron.tuning import Choice, Table, load_table
 from echo_megatron.workspace import SymmetricWorkspace, Workspace, all_or_none, gather_numbers, host_number
 
@@ -174,6 +175,22 @@ class P2PTransport:
         self._exact(source, output, *tensors, site=site.numbers, **self._exact_options)
         return output if out is None else out.copy_(output)
 
+    def correction(self, x: Tensor, site: Site, compensator: Compensator) -> Tensor | None:
+        """See `Transport.correction`."""
+        self._begin(x, site)
+        plan = self._plan(x, site, True)
+        state = compensator.written_state(plan.state_key, plan.num_state_bytes, self._device)
+        if state is None:
+            return None
+        if self._updates_later:
+            self._update_of(site).wait(self._stream)
+        num_values, algorithm = plan.state_key
+        return read_correction(state, self.config, algorithm, self.world_size, num_values)
+
+    def num_sent_bytes(self, x: Tensor, site: Site) -> int:
+        """See `Transport.num_sent_bytes`."""
+        return self._plan(x, site, self.config.compensates).num_sent_bytes
+
     def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """Messages of fewer bytes are summed exactly in no more time."""
         return self.table.exact_below_bytes(self.world_size, dtype)
@@ -279,18 +296,10 @@ class P2PTransport:
             num_state_bytes=num_tiles * library.state_tile_bytes(state_dtype),
             num_code_bytes=num_code_bytes,
             saves_codes=num_code_bytes < num_values * x.element_size(),
-            num_sent_bytes=self._count_sent(num_basis_values, site.bits, choice.algorithm),
+            num_sent_bytes=num_sent_bytes(config, site.bits, choice.algorithm, self.world_size, self.rank, num_values),
             decode_options=decode_options,
             update_options={**decode_options, "state_dtype": state_dtype, "coefficients": coefficients},
         )
-
-    def _count_sent(self, num_basis_values: int, bits: int, algorithm: Algorithm) -> int:
-        quantizer, num_others = make_quantizer(self.config, bits), self.world_size - 1
-        if algorithm is Algorithm.one_shot:
-            return num_others * quantizer.num_bytes(num_basis_values)
-        segments = Segments.split(num_basis_values, self.world_size, quantizer.group_size)
-        records = [quantizer.num_bytes(segments.size(rank)) for rank in range(self.world_size)]
-        return sum(records) + (num_others - 1) * records[self.rank]
 
     def _update_of(self, site: Site) -> _ConsensusUpdate:
         update = self._updates.get(site.numbers[1])

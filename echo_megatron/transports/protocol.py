@@ -61,6 +61,18 @@ class Transport(Protocol):
         """
         ...
 
+    def correction(self, x: Tensor, site: Site, compensator: Compensator) -> Tensor | None:
+        """c that this call of `all_reduce` is going to add to x, for diagnostics.
+
+        Returns:
+            fp32 [values of the working basis], ordered on the current stream; None where nothing is added.
+        """
+        ...
+
+    def num_sent_bytes(self, x: Tensor, site: Site) -> int:
+        """Bytes of wire records that this call of `all_reduce` sends to other ranks."""
+        ...
+
     def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """Messages of fewer bytes are better summed by `exact_all_reduce`; 0 where it is not offered."""
         ...

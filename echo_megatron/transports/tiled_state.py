@@ -1,0 +1,52 @@
+"""Reads the compensator's correction out of the state that kernels keep: the layout of cuda/state.cuh, undone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from echo_megatron.config import Algorithm, EchoConfig, StateDtype
+from echo_megatron.quantizer import TILE_VALUES
+from echo_megatron.reference import Segments
+from echo_megatron.state import BLOCK_VALUES
+
+TEAM_THREADS = TILE_VALUES // BLOCK_VALUES  # a thread holds a block
+CHUNK_BYTES = 16
+CODE_OFFSET = 128  # compact: c's codes are stored unsigned
+
+
+def read_correction(
+    state: Tensor, config: EchoConfig, algorithm: Algorithm, world_size: int, num_values: int
+) -> Tensor:
+    """c in the order of the working basis.
+
+    Args:
+        state: uint8, every segment filled up to whole tiles (one segment for one_shot).
+        config: group size and the state's dtype.
+        algorithm: of the calls that wrote the state.
+        world_size: P.
+        num_values: of the working basis.
+
+    Returns:
+        fp32 [num_values].
+    """
+    if algorithm is Algorithm.one_shot:
+        num_segments, length = 1, num_values
+    else:
+        num_segments = world_size
+        length = Segments.split(num_values, world_size, config.group_size).length
+    tiles = state.view(num_segments, -(-length // TILE_VALUES), -1)
+    values = tile_corrections(tiles, config.state_dtype).flatten(1)
+    return values[:, :length].flatten()[:num_values]
+
+
+def tile_corrections(tiles: Tensor, dtype: StateDtype) -> Tensor:
+    """c of whole tiles: uint8 [..., bytes of a tile's state] to fp32 [..., 4,096]."""
+    value_bytes = {StateDtype.bf16: 2, StateDtype.fp32: 4, StateDtype.compact: 1}[dtype]
+    region = tiles[..., : TILE_VALUES * value_bytes]
+    chunks = region.unflatten(-1, (-1, TEAM_THREADS, CHUNK_BYTES)).transpose(-3, -2).flatten(-3).contiguous()
+    if dtype is not StateDtype.compact:
+        return chunks.view(torch.bfloat16 if dtype is StateDtype.bf16 else torch.float32).to(torch.float32)
+    scales = tiles[..., -4 * TEAM_THREADS :].contiguous().view(torch.bfloat16)[..., 0::2].to(torch.float32)
+    codes = chunks.to(torch.float32) - CODE_OFFSET
+    return (codes.unflatten(-1, (TEAM_THREADS, BLOCK_VALUES)) * scales.unsqueeze(-1)).flatten(-2)
