@@ -1,0 +1,96 @@
+"""A pretraining script as a user of Megatron-LM writes it: it knows nothing of Echo.
+
+`--test-model-provider` builds the model through a provider function, as the releases before 0.19 do; without it
+Megatron's own builder makes it from the arguments.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args
+
+LOSSES: list[float] = []
+
+
+def add_own_args(parser):
+    parser.add_argument_group("test").add_argument("--test-model-provider", action="store_true")
+    return parser
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    args = get_args()
+    return GPTModel(
+        config=config or core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        ),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type=args.position_embedding_type,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
+def loss_func(loss_mask, output):
+    losses, mask = output.view(-1).float(), loss_mask.view(-1).float()
+    loss, count = (losses * mask).sum(), mask.sum().to(torch.int)
+    LOSSES.append((loss / count).item())
+    return loss, count, {"lm loss": torch.stack([loss.detach(), count])}
+
+
+def forward_step(data_iterator, model):
+    batch = next(data_iterator)
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def datasets_provider(num_samples, vp_stage=None):
+    """The same samples on every rank of a data-parallel replica, so that nothing has to be broadcast."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        split=args.split,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=True,
+    )
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
+
+
+datasets_provider.is_distributed = True
+
+
+def train(arguments):
+    from_provider = arguments.test_model_provider
+    pretrain(
+        pretrain_cfg_container_from_args(arguments, None if from_provider else gpt_config_from_args(arguments)),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        model_provider=model_provider if from_provider else None,
+    )
+
+
+if __name__ == "__main__":
+    train(parse_and_validate_args(extra_args_provider=add_own_args))
