@@ -107,7 +107,8 @@ class Communicator:
             replayed = self.replays.replay(site)
             return replayed if out is None else out.copy_(replayed)
         compensator = self._compensators[site.direction]
-        if self._clocks[site.direction].tick(site):
+        is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._clocks[site.direction].tick(site, is_captured):
             compensator.reset()
             if forward:
                 self.replays.begin_pass(site.chunk)
@@ -129,6 +130,17 @@ class Communicator:
     def sums_exactly(self, x: Tensor) -> bool:
         """Whether `exact_all_reduce` serves a message that is not quantized in less time than the group's own."""
         return x.is_cuda and x.numel() * x.element_size() < self.transport.exact_below_bytes(x.dtype)
+
+    def prepare_capture(self) -> None:
+        """CUDA graphs are going to capture calls and to replay them between calls that they do not hold.
+
+        Raises:
+            ValueError: the transport's calls can't be captured; the message says why this transport was taken.
+        """
+        try:
+            self.transport.prepare_capture()
+        except ValueError as error:
+            raise ValueError(f"echo: {error} ({self._why})") from error
 
     def check(self) -> None:
         """Raises CommunicationError if a call so far failed on the device. Synchronize first to know of all of them.

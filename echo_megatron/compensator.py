@@ -41,6 +41,7 @@ class Compensator:
         self.dtype = config.state_dtype
         self._state: State | None = None
         self._raw: Tensor | None = None
+        self._captured: dict[tuple[object, ...], Tensor] = {}  # by size and device
         self._layout: tuple[object, ...] | None = None
         self._fresh = True
 
@@ -99,7 +100,9 @@ class Compensator:
         self._state.store(correction, average, residual, self._fresh)
         self._fresh = False
 
-    def raw_state(self, key: tuple[object, ...], num_bytes: int, device: torch.device) -> Tensor:
+    def raw_state(
+        self, key: tuple[object, ...], num_bytes: int, device: torch.device, is_captured: bool = False
+    ) -> Tensor:
         """The buffer of a transport that reads and writes the state in its own layout; not to be read while `is_fresh`.
 
         Args:
@@ -107,6 +110,7 @@ class Compensator:
                 pass.
             num_bytes: size of the buffer.
             device: where it lives.
+            is_captured: the call is recorded into a CUDA graph, so the buffer lives on and serves its size from now on.
 
         Returns:
             uint8 [num_bytes], the same memory while size and device stay.
@@ -114,11 +118,15 @@ class Compensator:
         layout = (key, num_bytes, device)
         if self._raw is None or self._layout != layout:
             if self._raw is None or self._layout is None or self._layout[1:] != layout[1:]:
-                with torch.inference_mode(False):
-                    self._raw = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                self._raw = self._captured.get(layout[1:])
+                if self._raw is None:
+                    with torch.inference_mode(False):
+                        self._raw = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self._state = None
             self._layout = layout
             self._fresh = True
+        if is_captured:
+            self._captured[layout[1:]] = self._raw
         return self._raw
 
     def correction(self, shape: torch.Size, device: torch.device) -> Tensor | None:
@@ -141,7 +149,8 @@ class Compensator:
     def num_bytes(self) -> int:
         """Device memory that the state holds."""
         if self._raw is not None:
-            return self._raw.numel()
+            kept = {buffer.data_ptr(): buffer.numel() for buffer in (self._raw, *self._captured.values())}
+            return sum(kept.values())
         return 0 if self._state is None else self._state.num_bytes()
 
 

@@ -47,9 +47,15 @@ class PassClock:
         self._chunk: int | None = None
         self._last_idx = -1
 
-    def tick(self, site: Site) -> bool:
-        """Notes the call and returns whether it begins a pass."""
-        begins = site.idx == 0 or site.chunk != self._chunk or site.idx <= self._last_idx
+    def tick(self, site: Site, is_captured: bool = False) -> bool:
+        """Notes the call and returns whether it begins a pass.
+
+        Args:
+            site: of the call.
+            is_captured: the call is recorded into a CUDA graph. A layer's graph is captured after warm-up calls of that
+                layer alone, and replayed behind the layers before it: there, site 0 alone begins a pass.
+        """
+        begins = site.idx == 0 or (not is_captured and (site.chunk != self._chunk or site.idx <= self._last_idx))
         self._chunk, self._last_idx = site.chunk, site.idx
         return begins
 

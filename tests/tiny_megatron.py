@@ -24,8 +24,17 @@ class Trainer:
     trace: list = field(default_factory=list)
 
 
-def build_trainer(tp: int, pp: int = 1, vpp: int | None = None, num_layers: int = 4, **options) -> Trainer:
-    """Initializes model parallelism over all ranks and builds everything with one seed."""
+def build_trainer(
+    tp: int, pp: int = 1, vpp: int | None = None, num_layers: int = 4, model_options=None, adapt=None, **options
+) -> Trainer:
+    """Initializes model parallelism over all ranks and builds everything with one seed.
+
+    Args:
+        tp, pp, vpp, num_layers: sizes.
+        model_options: of the config, gives further arguments of GPTModel.
+        adapt: changes each GPTModel before it is wrapped.
+        options: of TransformerConfig.
+    """
     install_cpu_shims()
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -83,7 +92,10 @@ def build_trainer(tp: int, pp: int = 1, vpp: int | None = None, num_layers: int 
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **ends),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **ends),
             **ends,
+            **(model_options(config) if model_options else {}),
         )
+        if adapt:
+            adapt(model)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
         chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0))
     optimizer = get_megatron_optimizer(
@@ -154,9 +166,9 @@ def run_step(
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Reduced gradients by parameter, after a step."""
+    """Reduced gradients by parameter that is trained, after a step."""
     named = ((f"{i}.{n}", p) for i, chunk in enumerate(trainer.chunks) for n, p in chunk.named_parameters())
-    return {name: parameter.main_grad.clone() for name, parameter in named}
+    return {name: parameter.main_grad.clone() for name, parameter in named if parameter.requires_grad}
 
 
 def record_sites(trainer: Trainer, communicator) -> None:

@@ -1,15 +1,13 @@
 """Megatron-core: gives the four linears of every transformer layer a process group of their own.
 
-Modules are covered by what they are: of every `TransformerLayer` the self-attention projection and MLP fc2
-(row-parallel: forward sites), qkv and fc1 (column-parallel: backward sites). Everything else keeps its communication:
-embedding, LM head, cross-entropy, norm gradients, cross-attention, multi-token prediction.
+The linears may be Megatron's local ones or Transformer Engine's. Everything else keeps its communication: embedding, LM
+head, cross-entropy, norm gradients, cross-attention, multi-token prediction, adapters.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,40 +16,52 @@ import torch.distributed as dist
 from torch import nn
 
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import Direction, EchoConfig, Phase
-from echo_megatron.integrations.megatron_checks import check_linear, check_model
+from echo_megatron.config import EchoConfig, Phase
+from echo_megatron.integrations.linears import set_tensor_parallel_group, tensor_parallel_group
+from echo_megatron.integrations.megatron_checks import check_model, uses_cuda_graphs
+from echo_megatron.integrations.megatron_report import describe
+from echo_megatron.integrations.megatron_sites import FoundSite, exact_modules, find_sites
+from echo_megatron.integrations.versions import require, transformer_engine
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.sites import Site
 
 logger = logging.getLogger(__name__)
 
-# In the order in which a pass visits them inside one layer; a backward pass visits the layers last to first.
-_SITES_OF_LAYER = {
-    Direction.forward: ("self_attention.linear_proj", "mlp.linear_fc2"),
-    Direction.backward: ("mlp.linear_fc1", "self_attention.linear_qkv"),
-}
-
 
 @dataclass
 class Installation:
-    """What `install` changed; `uninstall` gives the model back as it was."""
+    """What `install` changed; `uninstall` gives the model back as it was.
+
+    Attributes:
+        config: the options.
+        communicator: of the tensor-parallel group; None where nothing is installed.
+        uses_cuda_graphs: whether Megatron replays the model's layers as CUDA graphs: a replay runs no Python.
+    """
 
     config: EchoConfig
     communicator: Communicator | None = None
-    sites: list[Site] = field(default_factory=list)
-    _originals: list[tuple[Any, dist.ProcessGroup]] = field(default_factory=list)
+    uses_cuda_graphs: bool = False
+    _found: list[FoundSite] = field(default_factory=list)
+    _exact: list[str] = field(default_factory=list)
+    _group: dist.ProcessGroup | None = None
+
+    @property
+    def sites(self) -> list[Site]:
+        """The covered sites, pass by pass in the order of each pass."""
+        return [found.site for found in self._found]
 
     def uninstall(self) -> None:
         """Restores every linear's own process group and gives the communicator's memory back.
 
         Collective. Calling it twice does no harm.
         """
-        for linear, group in self._originals:
-            if isinstance(linear.tp_group, EchoProcessGroup):
-                linear.tp_group.unregister()
-            linear.tp_group = group
-        self._originals.clear()
-        self.sites.clear()
+        for found in self._found:
+            group = tensor_parallel_group(found.linear)
+            if isinstance(group, EchoProcessGroup):
+                group.unregister()
+            assert self._group is not None
+            set_tensor_parallel_group(found.linear, self._group)
+        self._found.clear()
         if self.communicator is not None:
             self.communicator.destroy()
 
@@ -66,28 +76,19 @@ class Installation:
             self.communicator.check()
 
     def take_sent_bytes(self) -> int:
-        """Bytes that calls wrote straight into other ranks' memory since this was last asked."""
+        """Bytes that calls wrote straight into other ranks' memory since this was last asked, without graph replays."""
         return 0 if self.communicator is None else self.communicator.transport.take_sent_bytes()
 
     def report(self) -> str:
-        """The covered sites by module, and what stays at full precision; one string of several lines."""
-        if self.communicator is None:
-            return "echo: nothing installed; tensor parallelism uses Megatron's own communication"
-        rows = Counter((site.direction.name, site.name.split(".", 2)[-1], site.bits) for site in self.sites)
-        lines = [self.communicator.describe(), f"{'direction':<10}{'module':<32}{'bits':>5}{'sites':>7}"]
-        lines += [
-            f"{direction:<10}{module:<32}{bits:>5}{count:>7}" for (direction, module, bits), count in rows.items()
-        ]
-        exact = "embedding, LM head, cross-entropy, norm gradients, cross-attention, multi-token prediction"
-        lines.append(f"at full precision: {exact}")
-        return "\n".join(lines)
+        """A table of the covered sites and what keeps its communication; one string of several lines."""
+        return describe(self.communicator, self._found, self._exact)
 
 
 def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -> Installation:
-    """Quantizes the tensor-parallel all-reduces of a Megatron-core model with local-spec layers.
+    """Quantizes the tensor-parallel all-reduces of a Megatron-core model.
 
     Call it once on every rank, after the chunks are built and before the first forward pass; wrapping in DDP, PEFT and
-    loading a checkpoint may come before or after.
+    loading a checkpoint may come before or after. Collective.
 
     Args:
         model_chunks: the model, or its virtual pipeline chunks in order, wrapped or not.
@@ -99,6 +100,7 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
     Raises:
         ValueError: the model uses an option that is not supported together with Echo, or has no site; the message names
             the option and what to do.
+        ImportError: megatron-core lacks a symbol; the message names it and the versions that have it.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     installation = Installation(config)
@@ -106,67 +108,35 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
         return installation
     for chunk in chunks:
         check_model(chunk)
-    found = list(_find_sites(chunks, config))
+    found = list(find_sites(chunks, config))
     if not found:
         raise ValueError(
-            "echo: expected a model with transformer layers of row- and column-parallel linears (GPTModel with a local "
-            f"layer spec), found none in {', '.join(type(chunk).__name__ for chunk in chunks)}"
+            "echo: expected a model with transformer layers of row- and column-parallel linears (GPTModel, HybridModel), "
+            f"found none in {', '.join(type(chunk).__name__ for chunk in chunks)}"
         )
-    groups = {linear.tp_group for _, linear, _ in found}
+    groups = {tensor_parallel_group(one.linear) for one in found}
     if len(groups) != 1:
         raise ValueError(f"echo: expected one tensor-parallel group for all layers, found {len(groups)}")
     (group,) = groups
     if group.size() == 1:
-        logger.info("echo: tensor parallel size 1, there is no communication to quantize; nothing installed")
+        logger.warning("echo: tensor parallel size 1: there is no communication to quantize, nothing is installed")
         return installation
 
-    communicator = Communicator(group, config, _is_recomputed, _max_passes(found[0][1]))
-    installation.communicator = communicator
-    for site, linear, hidden_size in found:
-        if site.direction not in config.directions:
-            continue
-        installation._originals.append((linear, group))
-        installation.sites.append(site)
-        linear.tp_group = EchoProcessGroup(communicator, site, hidden_size, _phase_test(linear, config))
-    return installation
-
-
-def _find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[tuple[Site, Any, int]]:
-    """Every site with its linear and hidden size, in the order in which its pass visits it."""
-    for chunk_idx, chunk in enumerate(chunks):
-        layers = _transformer_layers(chunk)
-        for direction, modules in _SITES_OF_LAYER.items():
-            ordered = layers if direction is Direction.forward else layers[::-1]
-            idx = 0
-            for layer in ordered:
-                layer_idx = layer.layer_number - 1
-                bits = config.site_bits(direction, layer_idx, layer.config.num_layers)
-                for path in modules:
-                    linear = _submodule(layer, path)
-                    if linear is None:
-                        continue  # a layer without attention or without MLP (heterogeneous models)
-                    name = f"layers.{layer_idx}.{path}"
-                    check_linear(linear, name, direction)
-                    yield Site(idx, direction, name, bits, chunk_idx), linear, layer.config.hidden_size
-                    idx += 1
-
-
-def _transformer_layers(chunk: nn.Module) -> list[Any]:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
-    return [layer for layer in layers if not getattr(layer, "is_mtp_layer", False)]
-
-
-def _submodule(layer: nn.Module, path: str) -> Any:
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    module: nn.Module | None = layer
-    for name in path.split("."):
-        module = getattr(module, name, None)
-        if module is None or isinstance(module, IdentityOp):
-            return None
-    return module
+    layer_config = found[0].layer_config
+    communicator = Communicator(group, config, _recompute_test(chunks[0]), _max_passes(layer_config))
+    if uses_cuda_graphs(layer_config):
+        try:
+            communicator.prepare_capture()
+        except ValueError:
+            communicator.destroy()
+            raise
+    for one in found:
+        is_active = _phase_test(one.linear, config)
+        set_tensor_parallel_group(one.linear, EchoProcessGroup(communicator, one.site, one.hidden_size, is_active))
+    covered = {id(one.linear) for one in found}
+    return Installation(
+        config, communicator, uses_cuda_graphs(layer_config), found, exact_modules(chunks, covered), group
+    )
 
 
 def _phase_test(linear: nn.Module, config: EchoConfig) -> Callable[[], bool]:
@@ -174,13 +144,32 @@ def _phase_test(linear: nn.Module, config: EchoConfig) -> Callable[[], bool]:
     return lambda: train if linear.training else evaluate
 
 
-def _is_recomputed() -> bool:
-    """Inside the first forward of Megatron's reentrant checkpoint."""
-    from megatron.core.tensor_parallel import random
+def _recompute_test(model: nn.Module) -> Callable[[], bool]:
+    """Tells, in a forward pass, whether a reentrant checkpoint (Megatron's, or Transformer Engine's) will run it again."""
+    random = require("megatron.core.tensor_parallel", "random")
+    is_checkpointing = getattr(random, "is_checkpointing", None)
 
-    return random.is_checkpointing() and not torch.is_grad_enabled()
+    def is_recomputed() -> bool:
+        if torch.is_grad_enabled():
+            return False
+        if is_checkpointing is None:  # megatron-core 0.15: a training pass without gradients is a checkpoint's
+            return model.training
+        return is_checkpointing() or _is_transformer_engine_checkpointing()
+
+    return is_recomputed
 
 
-def _max_passes(linear: Any) -> int | None:
+def _is_transformer_engine_checkpointing() -> bool:
+    """Inside the first run of Transformer Engine's checkpoint, which Megatron takes with FP8."""
+    distributed = transformer_engine("pytorch.distributed")
+    if distributed is None:
+        return False
+    # The public function is False for a layer that is kept in BF16; older versions have it alone.
+    return getattr(distributed, "_IN_ACTIVATION_RECOMPUTE_REGION", False) or (
+        distributed.is_fp8_activation_recompute_enabled()
+    )
+
+
+def _max_passes(layer_config: Any) -> int | None:
     """Without pipeline stages every forward pass is followed by its backward pass."""
-    return 1 if linear.config.pipeline_model_parallel_size == 1 else None
+    return 1 if layer_config.pipeline_model_parallel_size == 1 else None

@@ -8,9 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from echo_megatron.config import Direction
-from echo_megatron.process_group import EchoProcessGroup
-
 
 @dataclass(frozen=True)
 class _Refusal:
@@ -48,29 +45,41 @@ _REFUSALS = (
         "its layers communicate through their own multicast buffers",
     ),
     _Refusal(
-        "cuda_graph_impl",
-        lambda value: value not in (None, "none"),
-        "none",
-        "the collective transport checks on the host that the ranks agree, which a CUDA graph can't capture",
+        "use_transformer_engine_op_fuser",
+        _on,
+        "False",
+        "its fused MLP communicates by operations of its own, on the group that all modules share",
     ),
-    _Refusal("enable_cuda_graph", _on, "False", "see cuda_graph_impl"),
-    _Refusal("external_cuda_graph", _on, "False", "see cuda_graph_impl"),
+    _Refusal(
+        "inference_fuse_tp_communication", _on, "False", "it replaces the all-reduce that Echo replaces by multicast"
+    ),
 )
 
 
-def check_model(chunk: nn.Module) -> None:
-    """Raises ValueError naming the first option of the chunk's TransformerConfig, or module, that is not supported."""
-    config = next((m.config for m in chunk.modules() if hasattr(getattr(m, "config", None), "hidden_size")), None)
-    if config is None:
-        raise ValueError(
-            f"echo: expected a Megatron-core model, got {type(chunk).__name__} without a TransformerConfig"
-        )
+def check_config(config: Any) -> None:
+    """Raises ValueError naming the first option of a TransformerConfig that is not supported.
+
+    Args:
+        config: a TransformerConfig, or what has its attributes; those that a version lacks are not checked.
+    """
     for refusal in _REFUSALS:
         if hasattr(config, refusal.option) and refusal.is_refused(value := getattr(config, refusal.option)):
             raise ValueError(
                 f"echo: {refusal.option}={value!r} is not supported: {refusal.why}. "
                 f"Expected {refusal.option}={refusal.expected}, or tp_comm=nccl"
             )
+
+
+def check_model(chunk: nn.Module) -> None:
+    """Raises ValueError naming the first option of the chunk's TransformerConfigs, or module, that is not supported."""
+    configs = {id(config): config for config in (getattr(module, "config", None) for module in chunk.modules())}
+    megatron = [config for config in configs.values() if hasattr(config, "hidden_size")]
+    if not megatron:
+        raise ValueError(
+            f"echo: expected a Megatron-core model, got {type(chunk).__name__} without a TransformerConfig"
+        )
+    for config in megatron:
+        check_config(config)
     for name, module in chunk.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
             raise ValueError(
@@ -79,19 +88,7 @@ def check_model(chunk: nn.Module) -> None:
             )
 
 
-def check_linear(linear: Any, name: str, direction: Direction) -> None:
-    """Raises ValueError when `linear` is not a local tensor-parallel linear whose own all-reduce makes the site."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    expected = RowParallelLinear if direction is Direction.forward else ColumnParallelLinear
-    if not isinstance(linear, expected):
-        raise ValueError(
-            f"echo: {name} is a {type(linear).__module__}.{type(linear).__name__}, expected Megatron-core's "
-            f"{expected.__name__}; build the model with get_gpt_layer_local_spec"
-        )
-    if isinstance(linear.tp_group, EchoProcessGroup):
-        raise ValueError(f"echo: {name} has Echo installed already; call uninstall() of the first installation before")
-    if direction is Direction.forward and getattr(linear, "explicit_expert_comm", False):
-        raise ValueError(f"echo: {name} has explicit_expert_comm: the all-reduce is not its own; use tp_comm=nccl")
-    if direction is Direction.backward and linear.tp_group.size() > 1 and not linear.allreduce_dgrad:
-        raise ValueError(f"echo: {name} has disable_grad_reduce: it sums no input gradient; use directions: [forward]")
+def uses_cuda_graphs(config: Any) -> bool:
+    """Whether a TransformerConfig asks for CUDA graphs, by the option of any version of megatron-core."""
+    deprecated = any(getattr(config, option, False) for option in ("enable_cuda_graph", "external_cuda_graph"))
+    return deprecated or getattr(config, "cuda_graph_impl", None) not in (None, "none")

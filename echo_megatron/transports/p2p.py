@@ -81,6 +81,7 @@ class P2PTransport:
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self._raw_stream: int | None = None
         self._updates_later = config.residual is Residual.consensus
+        self._updates_beside = True
         self._updates: dict[int, _ConsensusUpdate] = {}
         self._num_sent_bytes = 0
         self._coefficients = Compensator(config).coefficients
@@ -132,8 +133,10 @@ class P2PTransport:
         plan = self._plan(x, site, compensator is not None)
         state, fresh, update = None, True, None
         if compensator is not None:
-            state = compensator.raw_state(plan.state_key, plan.num_state_bytes, self._device)
-            fresh = compensator.is_fresh
+            is_captured = _is_capturing()
+            state = compensator.raw_state(plan.state_key, plan.num_state_bytes, self._device, is_captured)
+            # A replay of a later site's graph follows one of the site before it, whatever ran before the capture.
+            fresh = compensator.is_fresh and not (is_captured and site.idx > 0)
             update = self._update_of(site) if self._updates_later else None
 
         codes = kept_x = None
@@ -231,6 +234,10 @@ class P2PTransport:
         num_bytes, self._num_sent_bytes = self._num_sent_bytes, 0
         return num_bytes
 
+    def prepare_capture(self) -> None:
+        """See `Transport.prepare_capture`. No replay would wait for an update that an eager call left on a side stream."""
+        self._updates_beside = False
+
     def destroy(self) -> None:
         """Gives the workspace back; collective."""
         self._updates.clear()
@@ -304,7 +311,7 @@ class P2PTransport:
     def _update_of(self, site: Site) -> _ConsensusUpdate:
         update = self._updates.get(site.numbers[1])
         if update is None:
-            update = self._updates[site.numbers[1]] = _ConsensusUpdate(self._device)
+            update = self._updates[site.numbers[1]] = _ConsensusUpdate(self._device, self._updates_beside)
         return update
 
 
@@ -313,9 +320,15 @@ class _ConsensusUpdate:
 
     The next call of the direction waits for it. In a graph capture it runs on the call's own stream: a fork that is
     not joined before the capture ends is an error.
+
+    Args:
+        device: of the group's tensors.
+        beside: False runs every update on the call's own stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, beside: bool = True) -> None:
+        self._beside = beside
+        self._captured: list[Tensor] = []  # buffers that graphs use
         self._update = torch.ops.echo_megatron.consensus_update.default
         self._stream = torch.cuda.Stream(device)
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
@@ -351,9 +364,12 @@ class _ConsensusUpdate:
     ) -> None:
         """Starts the update behind the call on `stream`, the current one."""
         assert stream is not None and codes is not None and state is not None
-        if _is_capturing():
+        is_captured = _is_capturing()
+        if is_captured or not self._beside:
             self._update(x, codes, state, **options)
             self._is_pending = False
+            if is_captured:
+                self._captured += [self._codes, self._copy]
             return
         self._begun.record(stream)
         self._stream.wait_event(self._begun)

@@ -97,6 +97,14 @@ class Transport(Protocol):
         """Bytes that calls wrote into other ranks' memory, not through torch.distributed, since this was last asked."""
         ...
 
+    def prepare_capture(self) -> None:
+        """CUDA graphs are going to capture calls and to replay them between calls that they do not hold.
+
+        Raises:
+            ValueError: a graph can't capture this transport's calls.
+        """
+        ...
+
     def destroy(self) -> None:
         """Gives its memory back; collective, and the last call."""
         ...
