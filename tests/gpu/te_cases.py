@@ -216,8 +216,9 @@ def fused_wgrad(setting: Setting) -> dict[str, Any]:
 @case("delayed_wgrad")
 def delayed_wgrad(setting: Setting) -> dict[str, Any]:
     def run(echo: EchoConfig | None, prepare: Callable[[nn.Module], None]) -> Run:
-        trainer = build(setting, prepare=prepare)
-        if prepare is delay_weight_gradients:
+        is_delayed = prepare is delay_weight_gradients
+        trainer = build(setting, prepare=prepare, delay_wgrad=is_delayed)
+        if is_delayed:
             trainer.after_backward = functools.partial(compute_delayed, trainer.model)
         return train(trainer, echo, steps=2, microbatches=1)
 

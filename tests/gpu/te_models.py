@@ -88,7 +88,7 @@ def transformer_config(setting: Setting, **options: Any) -> Any:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "bias_activation_fusion": setting.on_gpu,
+        "bias_activation_fusion": False,  # it would be compiled first, in every process
         "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
         "hidden_dropout": 0.0,
@@ -196,7 +196,7 @@ def build(
     model: Callable[..., nn.Module] = gpt,
     prepare: Callable[[nn.Module], None] | None = None,
     with_mask: bool = False,
-    lr: float = 1e-3,
+    delay_wgrad: bool = False,
     **options: Any,
 ) -> Trainer:
     """A model with Megatron's DDP and optimizer, the same weights every time.
@@ -206,7 +206,7 @@ def build(
         model: builds the bare model from setting and config.
         prepare: changes the bare model before it is wrapped.
         with_mask: batches carry the attention mask as a tensor, as Megatron's data loader gives it.
-        lr: learning rate.
+        delay_wgrad: DDP takes a delayed weight gradient when its linear computes it.
         options: of TransformerConfig; `graphable` asks for the random-number tracker of a model with CUDA graphs.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -225,7 +225,9 @@ def build(
     if prepare:
         prepare(bare)
     wrapped = Float16Module(config, bare) if config.bf16 else bare
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, delay_wgrad_compute=delay_wgrad
+    )
     if config.cuda_graph_impl == "full_iteration":
         # Megatron's training loop does so: gradients must be accumulated on the stream that is captured.
         stream = get_shared_capture_stream()
@@ -236,7 +238,7 @@ def build(
     else:
         chunk = DistributedDataParallel(config, ddp, wrapped)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=lr, bf16=config.bf16, params_dtype=setting.dtype, clip_grad=1.0), [chunk]
+        OptimizerConfig(optimizer="adam", lr=1e-3, bf16=config.bf16, params_dtype=setting.dtype, clip_grad=1.0), [chunk]
     )
     trainer = Trainer(setting, config, chunk, optimizer, get_forward_backward_func())
     if with_mask or not setting.on_gpu:

@@ -6,6 +6,7 @@ noted and the next one runs. One that raises on a single rank, or hangs, ends th
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import tempfile
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 AGREEMENT_S = 40  # a rank that failed waits so long for the other, which may be in the case still
+CASE_S = 90  # a process that needs longer for a case says where it is and ends
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and weight gradients
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -119,6 +121,7 @@ def run_cases(rank: int, world_size: int, folder: str, names: Sequence[str], set
 
         for name in names:
             note(begins=name)
+            faulthandler.dump_traceback_later(CASE_S, exit=True)
             begin, result, error = time.monotonic(), None, ""
             try:
                 result = CASES[name](setting)
@@ -126,6 +129,7 @@ def run_cases(rank: int, world_size: int, folder: str, names: Sequence[str], set
                     torch.cuda.synchronize()
             except Exception:
                 error = traceback.format_exc()
+            faulthandler.cancel_dump_traceback_later()
             seconds = time.monotonic() - begin
             note(case=name, rank=rank, seconds=round(seconds, 2), result=result, error=error)
             outcomes: list[Any] = [None] * world_size

@@ -37,7 +37,6 @@ class Run:
     num_calls: list[int] = field(default_factory=list)  # of the transport, by step
     echo_modules: list[str] = field(default_factory=list)
     transport: str = ""
-    report: str = ""
 
 
 def batches(trainer: Trainer, step: int, count: int) -> Iterator[dict[str, Tensor]]:
@@ -117,7 +116,7 @@ def train(
     installation = install([trainer.chunk], echo) if echo else None
     if installation is not None:
         communicator = installation.communicator
-        run.transport, run.report = communicator.transport.name, installation.report()
+        run.transport = communicator.transport.name
         run.echo_modules = echo_modules(trainer.model)
         _count_calls(communicator.transport, run, record)
     for step in range(steps):
