@@ -9,12 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
@@ -62,20 +59,33 @@ def forward_step(data_iterator, model):
     return output, partial(loss_func, batch["loss_mask"])
 
 
+class RandomTokens(torch.utils.data.Dataset):
+    """Samples of random tokens; the same on every rank, so that nothing has to be broadcast."""
+
+    def __init__(self, count, sequence, vocab_size, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(vocab_size, (count, sequence + 1), generator=generator)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        sequence = self.tokens.shape[1] - 1
+        return {
+            "tokens": self.tokens[index, :-1],
+            "labels": self.tokens[index, 1:],
+            "loss_mask": torch.ones(sequence),
+            "position_ids": torch.arange(sequence),
+            "attention_mask": torch.triu(torch.ones(1, sequence, sequence, dtype=torch.bool), 1),
+        }
+
+
 def datasets_provider(num_samples, vp_stage=None):
-    """The same samples on every rank of a data-parallel replica, so that nothing has to be broadcast."""
     args = get_args()
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        split=args.split,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=True,
-    )
-    return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
+    return [
+        RandomTokens(count, args.seq_length, args.vocab_size, args.seed + part)
+        for part, count in enumerate(num_samples)
+    ]
 
 
 datasets_provider.is_distributed = True

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import runpy
+import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import megatron.core.tokenizers.text  # imported by the ranks anyway; here it is done once
 import megatron.training
 import megatron_lm_cpu
 import pytest
 import torch
+import yaml
 from distributed import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
 from echo_megatron import EchoConfig
 from echo_megatron.communicator import CommunicationError
@@ -60,12 +66,12 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     return st.sampled_from(members(kind))
 
 
-def words(value: Any) -> list[str]:
-    return [str(item) for item in (value if isinstance(value, list) else [value])]
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def command_line(options: dict[str, Any]) -> list[str]:
-    return [word for name, value in options.items() for word in (option_flag(name), *words(value))]
+    return [word for name, value in options.items() for word in (option_flag(name), *map(str, as_list(value)))]
 
 
 def parse(*arguments: str) -> Namespace:
@@ -118,7 +124,7 @@ class TestArguments:
     def test_what_goes_into_a_checkpoint_is_plain(self) -> None:
         args = parse("--tp-comm", "echo4", "--echo-policy", "naive", "--echo-phases", "train", "--echo-eta", "0.5")
         for value in vars(args).values():
-            for item in value if isinstance(value, list) else [value]:
+            for item in as_list(value):
                 assert item is None or type(item) in (str, int, float)
 
     def test_beside_the_script_s_own_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +204,14 @@ class TestRefusals:
         parse_under_echo(monkeypatch, argument, *tensor_parallel)
         parse_under_echo(monkeypatch, argument, "--tp-comm", "echo4")  # one rank: nothing to quantize
 
+    def test_before_the_model_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the script parsed its arguments outside of `echo_training`."""
+        args = parse("--tp-comm", "echo4")
+        args.tensor_model_parallel_size, args.sequence_parallel = 2, True
+        monkeypatch.setattr(megatron.training, "get_args", lambda: args)
+        with pytest.raises(ValueError, match="--sequence-parallel is not supported"):
+            EchoTraining().setup_model_and_optimizer(lambda: pytest.fail("built a model"))
+
     def test_a_script_that_never_trains_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="built no model through megatron"), echo_training():
             parse_with_megatron(monkeypatch, "--tp-comm", "echo4")
@@ -255,6 +269,17 @@ class TestHooks:
             run.save_checkpoint(lambda: saved.append(1))
         assert not saved
 
+    def test_measured_errors_go_where_megatron_logs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron.core import parallel_state
+        from megatron.training import global_vars
+
+        logged: list[Any] = []
+        one_stage = Namespace(size=lambda: 1)
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_group", lambda: one_stage)
+        monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", Namespace(log=lambda *words: logged.append(words)))
+        megatron_lm._write_metrics({"echo/forward/a/bytes": 3.0}, 20)
+        assert logged == [({"echo/forward/a/bytes": 3.0}, 20)]
+
     def test_a_checkpoint_of_the_other_arm(self) -> None:
         echo = parse("--tp-comm", "echo4", "--echo-phases", "train")
         assert describe_difference(echo, echo) is None
@@ -264,6 +289,83 @@ class TestHooks:
         assert "a run with --tp-comm nccl, this one has --tp-comm echo4 --echo-phases train" in message
 
 
+RECIPE = ROOT / "recipes" / "megatron_lm_pretrain.sh"
+
+
+def run_recipe(folder: Path, *arguments: str, **environment: str) -> list[str]:
+    """What the recipe would start, word by word."""
+    python = folder / "python with spaces"
+    python.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    python.chmod(0o755)
+    words = {"MEGATRON_LM": "/opt/Megatron LM", "DATA_PREFIX": "/data/my $(tokens)", "PYTHON": str(python)}
+    shown = subprocess.run(
+        [str(RECIPE), *arguments],
+        env={"PATH": os.environ["PATH"], **words, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout.split("\0")[:-1]
+
+
+class TestRecipe:
+    def test_the_flag_is_the_only_difference(self, tmp_path: Path) -> None:
+        echo = run_recipe(tmp_path, OUT="/runs/a")
+        nccl = run_recipe(tmp_path, OUT="/runs/a", TP_COMM="nccl")
+        assert [(a, b) for a, b in zip(echo, nccl, strict=True) if a != b] == [("echo4", "nccl")]
+
+    @pytest.mark.parametrize("transformer", ["transformer_engine", "local"])
+    def test_megatron_takes_its_arguments(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transformer: str
+    ) -> None:
+        given = ["--echo-eta", "0.5", "--wandb-exp-name", "a 'b' $c"]
+        words = run_recipe(tmp_path, *given, TRANSFORMER=transformer, TP="4")
+        script = words.index("/opt/Megatron LM/pretrain_gpt.py")
+        assert words[script - 2 : script] == ["-m", "echo_megatron.integrations.megatron_lm"]
+        assert words[script - 4 : script - 2] == ["--nproc-per-node", "4"]
+        args = parse_under_echo(monkeypatch, *words[script + 1 :])
+        assert echo_config(args) == EchoConfig(eta=0.5)
+        assert (args.data_path, args.wandb_exp_name) == (["/data/my $(tokens)"], "a 'b' $c")
+        assert (args.transformer_impl, args.tensor_model_parallel_size) == (transformer, 4)
+        model = yaml.safe_load((ROOT / "configs" / "model" / "qwen3_0p6b.yaml").read_text())
+        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"):
+            assert getattr(args, name) == model[name]
+        assert (args.kv_channels, args.seq_length) == (model["kv_channels"], model["sequence_length"])
+        assert args.rotary_base == model["rotary_base"]
+        optimizer = yaml.safe_load((ROOT / "configs" / "optim" / "adamw.yaml").read_text())
+        assert (args.lr, args.min_lr, args.lr_warmup_iters) == tuple(
+            float(optimizer[name]) for name in ("lr", "min_lr", "warmup_steps")
+        )
+        monkeypatch.setattr(args, "rank", 1, raising=False)
+        assert vocab_size_with_padding(args.vocab_size, args) == 151_936
+
+    @pytest.mark.parametrize("missing", ["MEGATRON_LM", "DATA_PREFIX"])
+    def test_says_what_is_missing(self, missing: str) -> None:
+        given = {"PATH": os.environ["PATH"], "MEGATRON_LM": "/m", "DATA_PREFIX": "/d", missing: ""}
+        shown = subprocess.run([str(RECIPE)], env=given, capture_output=True, text=True)
+        assert shown.returncode != 0
+        assert f"{missing}: expected the" in shown.stderr
+
+
+class TestDocs:
+    def test_the_table_of_flags(self) -> None:
+        """Flag, values and default of every option, as the parser and the dataclass have them."""
+        text = (ROOT / "docs" / "megatron_lm.md").read_text()
+        documented = re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \| (.*?) \|", text, re.MULTILINE)
+        assert documented == [*flag_rows()]
+
+
+def flag_rows() -> Iterator[tuple[str, str, str]]:
+    """The rows of the table in docs/megatron_lm.md, without the last column."""
+    defaults = {f"echo_{field.name}": getattr(EchoConfig(), field.name) for field in fields(EchoConfig)}
+    for action in add_echo_args(ArgumentParser(add_help=False))._actions:
+        kinds = {int: "integer", float: "number"}
+        values = " ".join(map(str, action.choices)) if action.choices else kinds.get(action.type, "integer")
+        default = defaults.get(action.dest, action.default)
+        shown = " ".join(item.name if isinstance(item, Enum) else str(item) for item in as_list(default))
+        yield action.option_strings[0], values, "—" if default is None else shown
+
+
 # -- training
 
 MODEL = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 16
@@ -271,49 +373,69 @@ MODEL = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
     --no-persist-layer-norm --no-rope-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion"""
-TRAINING = """--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3
-    --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
+TRAINING = """--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 4 --train-iters 3
+    --lr 1e-3 --override-opt-param-scheduler --distributed-backend gloo --num-workers 0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127
     --eval-iters 1 --eval-interval 100 --log-interval 1 --ckpt-format torch"""
 ARGUMENTS = [*MODEL.split(), *TRAINING.split()]
 NEVER = ["--echo-min-bytes", str(2**40)]  # every site installed, no message quantized
 ALWAYS = ["--echo-min-bytes", "0"]
 
 
-def train(rank: int, world_size: int, arguments: list[str], plain: bool = False) -> dict[str, Any]:
-    """Runs the script in this process: as it is, or under Echo's command.
+# The three lines of docs/megatron_lm.md.
+OWN_SCRIPT = """
+from megatron.training.arguments import parse_and_validate_args
+from megatron_lm_script import LOSSES, add_own_args, train
+
+from echo_megatron.integrations.megatron_lm import echo_training, with_echo_args
+
+args = parse_and_validate_args(extra_args_provider=with_echo_args(add_own_args))
+with echo_training():
+    train(args)
+"""
+
+
+def train(
+    rank: int, world_size: int, arguments: list[str], plain: bool = False, script: Path = SCRIPT
+) -> dict[str, Any]:
+    """Runs a script in this process: as it is, or under Echo's command.
 
     Returns:
-        losses of all microbatches this rank saw, the trained parameters, what was printed, and the installed sites.
+        losses of all microbatches this rank saw, trained parameters, what was printed, sites and the report of them.
     """
     megatron_lm_cpu.install()
     training = megatron.training.training
-    seen: dict[str, Any] = {"sites": []}
-    build, run_path = training.setup_model_and_optimizer, runpy.run_path
+    seen: dict[str, Any] = {"sites": [], "report": None}
+    build, install, run_path = training.setup_model_and_optimizer, megatron_lm.install, runpy.run_path
 
     def building(*rest: Any, **named: Any) -> Any:
         built = build(*rest, **named)
         seen["chunks"] = built[0]
         return built
 
+    def installing(*rest: Any, **named: Any) -> Any:
+        installation = install(*rest, **named)
+        seen["sites"] = [(site.direction.name, site.chunk) for site in installation.sites]
+        seen["report"] = installation.report()
+        return installation
+
     def running(*rest: Any, **named: Any) -> Any:
         namespace = run_path(*rest, **named)
         seen["losses"] = namespace["LOSSES"]
-        if megatron_lm._active is not None:
-            assert megatron_lm._active.installation is not None
-            seen["sites"] = [(site.direction.name, site.chunk) for site in megatron_lm._active.installation.sites]
         return namespace
 
-    training.setup_model_and_optimizer, runpy.run_path = building, running
+    training.setup_model_and_optimizer, megatron_lm.install, runpy.run_path = building, installing, running
     out = io.StringIO()
     with redirect_stdout(out):
         if plain:
-            sys.argv = [str(SCRIPT), *ARGUMENTS, *arguments]
-            runpy.run_path(str(SCRIPT), run_name="__main__")
+            sys.argv = [str(script), *ARGUMENTS, *arguments]
+            runpy.run_path(str(script), run_name="__main__")
         else:
-            megatron_lm.main([str(SCRIPT), *ARGUMENTS, *arguments])
+            megatron_lm.main([str(script), *ARGUMENTS, *arguments])
     return {
         "losses": seen["losses"],
         "sites": seen["sites"],
+        "report": seen["report"],
         "printed": out.getvalue(),
         "parameters": {
             f"{idx}.{name}": parameter.detach().clone()
@@ -357,8 +479,8 @@ class TestTraining:
         reference = torch.tensor(stock[0][0]["losses"])
         assert (torch.tensor(echo[0]["losses"]) - reference).abs().max() < 0.02 * reference.max()
 
-        assert echo[0]["printed"].count("at full precision:") == 1
-        assert "at full precision:" not in echo[1]["printed"]
+        assert echo[0]["printed"].count(echo[0]["report"]) == 1
+        assert echo[1]["report"] not in echo[1]["printed"]
 
         events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
         events.Reload()
@@ -373,14 +495,41 @@ class TestTraining:
         plain = run_ranks(train, 2, back, True, timeout_s=120)
         assert "iteration        4/       4" in plain[1]["printed"]
 
-    def test_a_checkpoint_of_the_other_arm_is_loaded_and_named(self, stock: Any) -> None:
+    def test_a_script_of_one_s_own_goes_on_from_the_other_arm_and_says_so(self, stock: Any, tmp_path: Path) -> None:
         results, folder = stock
+        script = tmp_path / "own.py"
+        script.write_text(OWN_SCRIPT)
         arguments = ["--tp-comm", "echo4", *ALWAYS, "--load", str(folder), "--train-iters", "4"]
-        echo = run_ranks(train, 2, arguments, timeout_s=120)
+        echo = run_ranks(train, 2, arguments, True, script, timeout_s=120)
+        assert echo[0]["printed"].count(echo[0]["report"]) == 1
         expected = f"comes from a run with --tp-comm nccl, this one has --tp-comm echo4 {' '.join(ALWAYS)}"
         assert echo[0]["printed"].count(expected) == 1
         assert len(echo[0]["losses"]) == 2 + 2 * 2
         assert abs(echo[0]["losses"][0] - results[0]["losses"][-1]) < 0.5
+
+    def test_from_the_command_line(self, tmp_path: Path) -> None:
+        """The recipe, torchrun, the command and the script, in processes of their own."""
+        megatron_lm_folder = tmp_path / "Megatron LM"
+        megatron_lm_folder.mkdir()
+        (megatron_lm_folder / "pretrain_gpt.py").write_text(
+            "import megatron_lm_cpu\n\nmegatron_lm_cpu.install()\n" + SCRIPT.read_text()
+        )
+        arguments = [*ARGUMENTS, *ALWAYS, "--num-query-groups", "2", "--kv-channels", "16", "--train-iters", "1"]
+        arguments += ["--lr-warmup-iters", "0", "--vocab-size", "128", "--eval-iters", "0"]
+        environment = {
+            "MEGATRON_LM": str(megatron_lm_folder),
+            "DATA_PREFIX": str(tmp_path / "no data"),
+            "OUT": str(tmp_path / "out"),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "OMP_NUM_THREADS": "1",
+        }
+        shown = subprocess.run(
+            [str(RECIPE), *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=200
+        )
+        assert shown.returncode == 0, shown.stdout[-4000:] + shown.stderr[-4000:]
+        assert "iteration        1/       1" in shown.stdout
+        assert re.search(r"^backward +mlp.linear_fc1 +4 +2", shown.stdout, re.MULTILINE), shown.stdout
 
     @pytest.mark.slow
     def test_virtual_pipeline_chunks(self, tmp_path: Path) -> None:

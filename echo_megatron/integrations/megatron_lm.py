@@ -10,8 +10,8 @@ runs the script as it is; `with echo_training():` does the same inside a script 
 - `setup_model_and_optimizer` refuses what can't be combined before the model is built, and installs Echo after it: the
   only place in all releases where every virtual pipeline chunk of the rank is at hand, wrapped and loaded
   (a model provider sees one chunk, and post-wrap hooks exist only for models from a model config);
-- `train_step` and `evaluate` end with the check for failed calls, `save_checkpoint` begins with it, and `train_step` writes
-  the measured errors;
+- `train_step` and `evaluate` end with the check for failed calls, `save_checkpoint` begins with it, and `train_step`
+  writes the measured errors;
 - `check_checkpoint_args` says when a checkpoint comes from a run with other communication.
 """
 
