@@ -1,4 +1,4 @@
-"""The command `echo-megatron`: `pretrain` (Hydra), `compare`, `bench`."""
+"""The command `echo-megatron`: `pretrain` (Hydra), `compare`, `inspect`, `bench`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ USAGE = """usage: echo-megatron COMMAND …
   pretrain [GROUP=OPTION] [KEY=VALUE] …   pretrain a GPT; e.g. experiment=quickstart tp_comm=echo4 trainer.max_steps=100
                                           --help lists groups and keys, --cfg job prints the composed configuration
   compare RUN…                            loss curves and table of run folders; --help lists its options
+  inspect RUN                             errors of every quantized all-reduce in a run's measured steps, against their
+                                          bound; --figure draws them; --help lists its options
   bench                                   times all-reduces against NCCL on this machine's GPUs; --tune measures the
                                           transport's choices and writes the table that it reads; --help lists options
 
@@ -81,6 +83,13 @@ def compare(arguments: Sequence[str]) -> int:
     return report_main(list(arguments), prog="echo-megatron compare")
 
 
+def inspect(arguments: Sequence[str]) -> int:
+    """Show what a run measured of its all-reduces; see `echo_megatron.diagnostics_report`."""
+    from echo_megatron.diagnostics_report import main as inspect_main
+
+    return inspect_main(list(arguments), prog="echo-megatron inspect")
+
+
 def bench(arguments: Sequence[str]) -> int:
     """Time all-reduces, or tune; see `echo_megatron.bench`."""
     from echo_megatron.bench.all_reduce import main as bench_main
@@ -88,7 +97,12 @@ def bench(arguments: Sequence[str]) -> int:
     return bench_main(list(arguments))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"pretrain": pretrain, "compare": compare, "bench": bench}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "pretrain": pretrain,
+    "compare": compare,
+    "inspect": inspect,
+    "bench": bench,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

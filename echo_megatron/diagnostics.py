@@ -88,13 +88,16 @@ class Inspector:
                 "be measured; set inspect_every=0, or measure a run with cuda_graph_impl=none"
             )
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> bool:
         """Before the step's first forward: measures the calls from here to `end_step`, if the step's number is due.
 
         A step that was begun and never ended, because it failed, is forgotten.
 
         Args:
             step: the same on all ranks; due where it is divisible by `every`.
+
+        Returns:
+            Whether the step is measured, the same on all ranks.
 
         Raises:
             RuntimeError: a CUDA graph is being captured: its replay would measure nothing.
@@ -103,10 +106,11 @@ class Inspector:
             self._measurement.stop()
             self._measurement = None
         if not self._every or step % self._every or self._communicator is None:
-            return
+            return False
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_CAPTURED)
         self._measurement = _Measurement(self._communicator)
+        return True
 
     def end_step(self) -> dict[str, float]:
         """After the step's last backward; collective over the tensor-parallel group in a measured step.
@@ -132,6 +136,8 @@ def gather(metrics: dict[str, float], group: dist.ProcessGroup, device: torch.de
         group: over whose ranks.
         device: that the group's backend communicates from.
     """
+    if group.size() == 1:
+        return metrics
     text = torch.frombuffer(bytearray(json.dumps(metrics).encode()), dtype=torch.uint8).to(device)
     sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(sizes, torch.tensor([text.numel()], device=device), group=group)

@@ -33,16 +33,7 @@ def load_event_folder(path: Path) -> LossRun:
         FileNotFoundError: there are no event files.
         ValueError: they lie in several folders, or hold neither Megatron-LM's nor NeMo's training loss.
     """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folders = _event_folders(path)
-    if not folders:
-        raise FileNotFoundError(f"{path}: no TensorBoard event files (events.out.tfevents.*)")
-    if len(folders) > 1:
-        listing = ", ".join(str(folder) for folder in folders)
-        raise ValueError(f"{path}: event files of {len(folders)} runs below it; name one of {listing}")
-    events = EventAccumulator(str(folders[0]), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
+    events = _load(path)
     scalars = events.Tags()["scalars"]
     source = next((source for source, tags in TAGS.items() if tags[0] in scalars), None)
     if source is None:
@@ -78,6 +69,31 @@ def load_event_folder(path: Path) -> LossRun:
         losses=np.array([losses[step] for step in steps.tolist()]),
         validation=_scalar(events, validation_tag, 1 - first_step),
     )
+
+
+def load_scalars(path: Path, prefix: str) -> dict[str, dict[int, float]]:
+    """{tag: {step: value}} of the tags that begin with `prefix`, in the order in which they were first logged.
+
+    Raises:
+        FileNotFoundError: there are no event files.
+        ValueError: they lie in several folders.
+    """
+    events = _load(path)
+    return {tag: _scalar(events, tag, 0) for tag in events.Tags()["scalars"] if tag.startswith(prefix)}
+
+
+def _load(path: Path) -> "EventAccumulator":
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folders = _event_folders(path)
+    if not folders:
+        raise FileNotFoundError(f"{path}: no TensorBoard event files (events.out.tfevents.*)")
+    if len(folders) > 1:
+        listing = ", ".join(str(folder) for folder in folders)
+        raise ValueError(f"{path}: event files of {len(folders)} runs below it; name one of {listing}")
+    events = EventAccumulator(str(folders[0]), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
 
 
 def _event_folders(path: Path) -> list[Path]:

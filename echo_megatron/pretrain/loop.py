@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from echo_megatron.diagnostics import Inspector, gather
 from echo_megatron.pretrain import checkpoint
 from echo_megatron.pretrain.checkpoint import TrainingState
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
@@ -55,6 +56,8 @@ class Trainer:
         self._batches = BatchSource(config, device)
         chunks = build_model(config, plan.dtype, device)
         self._installation = _install(chunks, config)
+        every = config.trainer.inspect_every
+        self._inspector = Inspector(self._installation, every) if every and self._installation else None
         optimizer, scheduler = build_optimizer(config.optim, config.trainer.max_steps, chunks, plan.dtype)
         self._state = TrainingState(chunks[0], optimizer, scheduler)
         self._forward_backward = get_forward_backward_func()
@@ -103,9 +106,12 @@ class Trainer:
     def _train(self, first_step: int, log: RunLog | None) -> str:
         trainer = self.config.trainer
         for step in range(first_step, trainer.max_steps + 1):
+            is_measured = self._inspector is not None and self._inspector.begin_step(step)
             result = self._train_step(step)
+            metrics = self._end_inspection() if is_measured else {}
             if log is not None:
                 log.step(result)
+                log.inspection(step, metrics)
             self._count_nonfinite(result)
             is_last = step == trainer.max_steps
             if is_last or _is_due(step, trainer.val_interval):
@@ -142,6 +148,12 @@ class Trainer:
             seconds,
             tp_bytes,
         )
+
+    def _end_inspection(self) -> dict[str, float]:
+        """What was measured in the step, of all pipeline stages."""
+        assert self._inspector is not None
+        group = parallel_state.get_pipeline_model_parallel_group()
+        return gather(self._inspector.end_step(), group, self._device)
 
     def _take_tp_bytes(self) -> int | None:
         if self.config.trainer.tensor_parallel == 1:

@@ -116,6 +116,11 @@ class RunLog:
                 f"grad norm {result.grad_norm:.3f}  remaining {_duration(remaining)}"
             )
 
+    def inspection(self, step: int, metrics: dict[str, float]) -> None:
+        """Record what `diagnostics.Inspector` measured; TensorBoard only."""
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+
     def validation(self, step: int, loss: float) -> None:
         """Record one validation loss."""
         self._folder.append({"kind": "validation", "step": step, "loss": loss})

@@ -164,6 +164,7 @@ class TrainerConfig:
         save_interval: steps between checkpoints; 0: only the last one. A stopped run saves one as well.
         keep_checkpoints: how many of the newest checkpoints stay.
         log_interval: steps between printed lines where the output is not a terminal.
+        inspect_every: steps between steps whose quantized all-reduces are measured (`diagnostics.Inspector`); 0: none.
         max_nonfinite_steps: consecutive steps with a non-finite loss or gradient, skipped, after which the run fails.
         resume: see Resume.
         accept_changes: settings (or their leading parts, e.g. `tp_comm`) that a resumed run may change.
@@ -184,6 +185,7 @@ class TrainerConfig:
     save_interval: int = 500
     keep_checkpoints: int = 2
     log_interval: int = 10
+    inspect_every: int = 0
     max_nonfinite_steps: int = 3
     resume: Resume = Resume.auto
     accept_changes: list[str] = field(default_factory=list)
@@ -202,7 +204,7 @@ class TrainerConfig:
             *("val_batches", "keep_checkpoints", "log_interval", "max_nonfinite_steps", "timeout_s"),
         ):
             _require_at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("val_interval", "save_interval"):
+        for name in ("val_interval", "save_interval", "inspect_every"):
             _require_at_least(f"trainer.{name}", getattr(self, name), 0)
         rows = self.micro_batch_size * self.data_parallel
         if self.global_batch_size % rows:
@@ -272,7 +274,8 @@ def validate(config: PretrainConfig) -> None:
     """Check what concerns several groups of options.
 
     Raises:
-        ValueError: no data or too many, parallel sizes that do not divide the model, or a warm-up longer than the run.
+        ValueError: no data or too many, parallel sizes that do not divide the model, a warm-up longer than the run, or
+            nothing to inspect.
     """
     model, data, trainer = config.model, config.data, config.trainer
     if (data.folder is None) == (not data.train):
@@ -302,6 +305,12 @@ def validate(config: PretrainConfig) -> None:
         raise ValueError(
             f"model.num_layers: expected a multiple of trainer.pipeline_parallel={pp}, got {model.num_layers}; "
             "change one of the two"
+        )
+    if trainer.inspect_every and (tp == 1 or not config.tp_comm.quantizes):
+        what = "trainer.tensor_parallel=1" if tp == 1 else "tp_comm=nccl"
+        raise ValueError(
+            f"trainer.inspect_every: expected 0 with {what}, got {trainer.inspect_every}: no all-reduce is quantized, "
+            "so there is nothing to measure"
         )
     if config.optim.warmup_steps >= trainer.max_steps:
         raise ValueError(

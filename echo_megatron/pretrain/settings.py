@@ -15,6 +15,7 @@ FREE = (
     *("trainer.val_interval", "trainer.val_batches", "trainer.save_interval", "trainer.keep_checkpoints"),
     *(
         "trainer.log_interval",
+        "trainer.inspect_every",
         "trainer.max_nonfinite_steps",
         "trainer.resume",
         "trainer.accept_changes",
