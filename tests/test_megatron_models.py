@@ -149,6 +149,7 @@ def predicted(rank, world_size):
         tp=world_size,
         num_layers=2,
         mtp_num_layers=1,
+        mtp_loss_scaling_factor=0.1,
         model_options=lambda config: {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, False)},
     )
     installation = install(trainer.chunks, ECHO4)

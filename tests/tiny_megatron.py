@@ -115,7 +115,7 @@ def batches(step: int, count: int, batch_size: int, sequence: int):
 
 def _forward_step(fail, iterator, model):
     tokens, position, mask, labels = next(iterator)
-    output = model(tokens, position, mask, labels=labels)
+    output = model(tokens, position, mask, labels=labels, loss_mask=torch.ones(labels.shape))
     if fail == "forward":
         raise RuntimeError("planted failure after the forward pass")
     if fail == "backward":

@@ -1,8 +1,7 @@
 """Tensor-parallel linears of Megatron-core, local or Transformer Engine's: their process group, and what they must be.
 
-Both kinds end in `torch.distributed.all_reduce(t, group=<the module's group>)`. Transformer Engine's public way to give a
-module its group is `set_tensor_parallel_group`; a local linear has the attribute `tp_group`, which both kinds have to
-read it from. Their checkpoints do not depend on it.
+Both kinds end in `torch.distributed.all_reduce(t, group=<the module's group>)`, and read it from `tp_group`. Transformer
+Engine's public way to set it is `set_tensor_parallel_group`. Their checkpoints do not depend on it.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def unwrapped(module: nn.Module, name: str) -> nn.Module:
     while isinstance(inner := getattr(module, _WRAPPED, None), nn.Module):
         if any(base.__name__ == "TEFusedLoRALinear" for base in type(module).__mro__):
             raise ValueError(
-                f"echo: {name} is a TEFusedLoRALinear, which replaces the all-reduce that Echo replaces by operations of "
-                "its own. Expected use_transformer_engine_op_fuser=False (plain LoRA), or tp_comm=nccl"
+                f"echo: {name} is a TEFusedLoRALinear, which replaces the all-reduce that Echo replaces by operations "
+                "of its own. Expected use_transformer_engine_op_fuser=False (plain LoRA), or tp_comm=nccl"
             )
         module = inner
     return module
@@ -85,8 +84,8 @@ def _check_transformer_engine(linear: Any, name: str, direction: Direction) -> N
     mode = getattr(linear, "parallel_mode", None)
     if mode != _MODES[direction]:
         raise ValueError(
-            f"echo: {name} is a {kind} with parallel_mode={mode!r}, expected {_MODES[direction]!r}: the all-reduce is not "
-            "its own; use tp_comm=nccl"
+            f"echo: {name} is a {kind} with parallel_mode={mode!r}, expected {_MODES[direction]!r}: the all-reduce is "
+            "not its own; use tp_comm=nccl"
         )
     for option in ("symmetric_ar_type", "sequence_parallel"):
         if value := getattr(linear, option, None):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,7 +20,7 @@ from echo_megatron.integrations.linears import set_tensor_parallel_group, tensor
 from echo_megatron.integrations.megatron_checks import check_model, uses_cuda_graphs
 from echo_megatron.integrations.megatron_report import describe
 from echo_megatron.integrations.megatron_sites import FoundSite, exact_modules, find_sites
-from echo_megatron.integrations.versions import require, transformer_engine
+from echo_megatron.integrations.recompute import recompute_test
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.sites import Site
 
@@ -111,8 +110,8 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
     found = list(find_sites(chunks, config))
     if not found:
         raise ValueError(
-            "echo: expected a model with transformer layers of row- and column-parallel linears (GPTModel, HybridModel), "
-            f"found none in {', '.join(type(chunk).__name__ for chunk in chunks)}"
+            "echo: expected a model with transformer layers of row- and column-parallel linears (GPTModel, "
+            f"HybridModel), found none in {', '.join(type(chunk).__name__ for chunk in chunks)}"
         )
     groups = {tensor_parallel_group(one.linear) for one in found}
     if len(groups) != 1:
@@ -123,7 +122,7 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
         return installation
 
     layer_config = found[0].layer_config
-    communicator = Communicator(group, config, _recompute_test(chunks[0]), _max_passes(layer_config))
+    communicator = Communicator(group, config, recompute_test(), _max_passes(layer_config))
     if uses_cuda_graphs(layer_config):
         try:
             communicator.prepare_capture()
@@ -142,32 +141,6 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
 def _phase_test(linear: nn.Module, config: EchoConfig) -> Callable[[], bool]:
     train, evaluate = Phase.train in config.phases, Phase.evaluate in config.phases
     return lambda: train if linear.training else evaluate
-
-
-def _recompute_test(model: nn.Module) -> Callable[[], bool]:
-    """Tells, in a forward pass, whether a reentrant checkpoint (Megatron's, or Transformer Engine's) will run it again."""
-    random = require("megatron.core.tensor_parallel", "random")
-    is_checkpointing = getattr(random, "is_checkpointing", None)
-
-    def is_recomputed() -> bool:
-        if torch.is_grad_enabled():
-            return False
-        if is_checkpointing is None:  # megatron-core 0.15: a training pass without gradients is a checkpoint's
-            return model.training
-        return is_checkpointing() or _is_transformer_engine_checkpointing()
-
-    return is_recomputed
-
-
-def _is_transformer_engine_checkpointing() -> bool:
-    """Inside the first run of Transformer Engine's checkpoint, which Megatron takes with FP8."""
-    distributed = transformer_engine("pytorch.distributed")
-    if distributed is None:
-        return False
-    # The public function is False for a layer that is kept in BF16; older versions have it alone.
-    return getattr(distributed, "_IN_ACTIVATION_RECOMPUTE_REGION", False) or (
-        distributed.is_fp8_activation_recompute_enabled()
-    )
 
 
 def _max_passes(layer_config: Any) -> int | None:

@@ -78,7 +78,7 @@ def find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[Foun
 
 
 def transformer_layers(chunk: nn.Module) -> dict[str, Any]:
-    """The chunk's TransformerLayers by name, without those of multi-token prediction, which runs outside a pass's order."""
+    """The chunk's TransformerLayers by name, without those of multi-token prediction."""
     kind = require("megatron.core.transformer.transformer_layer", "TransformerLayer")
     predictor = require("megatron.core.transformer.multi_token_prediction", "MultiTokenPredictionLayer")
     modules = dict(chunk.named_modules())

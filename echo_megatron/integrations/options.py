@@ -27,7 +27,7 @@ def resolve(tp_comm: str, options: Mapping[str, Any] | None = None) -> EchoConfi
     config = EchoConfig.preset(tp_comm, **given)
     if given and not EchoConfig.preset(tp_comm).quantizes:
         raise ValueError(
-            f"tp_comm={tp_comm}: it is the framework's own communication, so {', '.join(sorted(given))} would do nothing; "
-            "set tp_comm=echo4, or remove the option"
+            f"tp_comm={tp_comm}: it is the framework's own communication, so {', '.join(sorted(given))} would do "
+            "nothing; set tp_comm=echo4, or remove the option"
         )
     return config

@@ -110,8 +110,9 @@ class CollectiveTransport:
     def prepare_capture(self) -> None:
         """See `Transport.prepare_capture`."""
         raise ValueError(
-            "transport collective: the ranks compare their calls on the host, which a CUDA graph can't capture. Expected "
-            "the p2p transport (GPUs of one host that reach each other's memory), or no CUDA graphs (cuda_graph_impl=none)"
+            "transport collective: the ranks compare their calls on the host, which a CUDA graph can't capture. "
+            "Expected the p2p transport (GPUs of one host that reach each other's memory), or no CUDA graphs "
+            "(cuda_graph_impl=none)"
         )
 
     def destroy(self) -> None:

@@ -235,8 +235,8 @@ class P2PTransport:
         return num_bytes
 
     def prepare_capture(self) -> None:
-        """See `Transport.prepare_capture`. No replay would wait for an update that an eager call left on a side stream."""
-        self._updates_beside = False
+        """See `Transport.prepare_capture`."""
+        self._updates_beside = False  # no replay would wait for an update that a call left on a side stream
 
     def destroy(self) -> None:
         """Gives the workspace back; collective."""
