@@ -47,7 +47,8 @@ QUANTITIES = {
     "bound_used": "accumulated_error / accumulated_bound of the same call; largest",
     "saturated": "share of groups of x' with a value beyond half a step outside the grid's last code, or with a finite "
     "range that no scale can hold; mean over calls and ranks",
-    "underflowed": "share of groups of x' that hold a value but decode to zeros; mean over calls and ranks",
+    "underflowed": "share of groups of x' in which a value is off by half the group's largest magnitude or more: "
+    "the smallest scale is too large for it; mean over calls and ranks",
     "amax": "largest finite |x| of any rank; largest",
     "bytes": "bytes that a rank sends in a call, of either kind; mean over calls and ranks",
     "exact_calls": "calls of the step that were not quantized, for being smaller than min_bytes",

@@ -24,6 +24,8 @@ from echo_megatron.quantizer import Quantizer
 
 # A code at the end of the grid is half a step off by rounding alone; the margin is for FP32's.
 CLIPPED_STEPS = 0.5 * (1 + 2.0**-10)
+# Of a group's largest magnitude; a scale that fits costs at most 0.2 of it (1.5 of 15 steps over twice the magnitude).
+LOST_SHARE = 0.5
 
 
 class PassErrors:
@@ -101,14 +103,14 @@ def grid_use(quantizer: Quantizer, values: Tensor, exponent: Tensor | None) -> T
     def by_group(flat: Tensor) -> Tensor:
         return F.pad(flat, (0, num_groups * group_size - num_values)).view(num_groups, group_size)
 
-    magnitude, decoded_magnitude = by_group(values.abs()).amax(-1), by_group(decoded.abs()).amax(-1)
+    magnitude, errors = by_group(values.abs()).amax(-1), by_group((values - decoded).abs())
     scale = quantized.scale.flatten()[:num_groups]
     step = (quantized.scale.double() * torch.exp2(quantized.exponent.double()).unsqueeze(-1)).flatten()[:num_groups]
     codes = quantized.codes.flatten()[: num_groups * group_size].view(num_groups, group_size)
     lowest = quantizer.code_offset - (quantizer.highest_code if quantizer.is_symmetric else 0)
     at_end = (codes == lowest) | (codes == quantizer.code_offset + quantizer.highest_code)
-    clipped = at_end & (by_group((values - decoded).abs()) > CLIPPED_STEPS * step.unsqueeze(-1))
+    clipped = at_end & (errors > CLIPPED_STEPS * step.unsqueeze(-1))
     overflowed = scale.isnan() & (magnitude < float("inf"))  # False for a group that holds NaN
     saturated = clipped.any(-1) | overflowed
-    underflowed = (decoded_magnitude == 0) & (magnitude > 0)
+    underflowed = (errors.amax(-1) >= LOST_SHARE * magnitude) & (magnitude > 0)
     return torch.stack((saturated.double().mean(), underflowed.double().mean()))

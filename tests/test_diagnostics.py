@@ -159,6 +159,12 @@ def test_values_outside_the_grid_and_groups_that_vanish():
     assert grid_use(plain, groups.flatten(), None).tolist() == pytest.approx([1 / 6, 1 / 6])
     short = groups[:2].flatten()[:130]
     assert grid_use(plain, short, None).tolist() == [0, 0.5]
+    tiny = torch.randn(128 * 50, generator=torch.Generator().manual_seed(1)) * 1e-9
+    for policy in Policy:
+        quantizer = Quantizer(4, policy, group_size(policy), Rescale.none)
+        assert grid_use(quantizer, quantizer.to_basis(tiny), None).tolist() == [0, 1], "all below the smallest scale"
+        quantizer = Quantizer(4, policy, group_size(policy), Rescale.tile)
+        assert grid_use(quantizer, quantizer.to_basis(tiny), None).tolist()[1] == 0
     exponent = plain.call_exponent(torch.tensor(1.0))
     assert grid_use(plain, torch.full((128,), 2.0**10), exponent).tolist() == [1, 0]
 
