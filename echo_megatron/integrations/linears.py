@@ -1,7 +1,7 @@
 """Tensor-parallel linears of Megatron-core, local or Transformer Engine's: their process group, and what they must be.
 
-Both kinds end in `torch.distributed.all_reduce(t, group=<the module's group>)`, and read it from `tp_group`. Transformer
-Engine's public way to set it is `set_tensor_parallel_group`. Their checkpoints do not depend on it.
+Both kinds end in `torch.distributed.all_reduce(t, group=<the module's group>)` and read the group from `tp_group`;
+Transformer Engine's public way to set it is `set_tensor_parallel_group`. Their checkpoints do not depend on it.
 """
 
 from __future__ import annotations
