@@ -6,8 +6,10 @@ import contextlib
 import importlib.util
 import io
 import json
+import queue
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from echo_megatron.integrations import bridge_cpu
 from echo_megatron.integrations.bridge import EchoCallback
@@ -83,7 +86,7 @@ class Recorder(Callback):
 
     def on_train_step_end(self, context: Any) -> None:
         self.chunks = context.model
-        self.losses.append(float(context.loss_dict["lm loss"]))
+        self.losses += [float(value) for value in context.loss_dict.values()]  # none before the last pipeline stage
         self.grad_norms.append(context.grad_norm)
         self._count()
 
@@ -99,6 +102,9 @@ class Recorder(Callback):
 def run(config: ConfigContainer) -> tuple[Recorder, str]:
     """Trains; returns what happened in each step and what this rank printed."""
     initialize.compile_helpers = lambda: None  # as the recipe does
+    # Otherwise Megatron starts a server process for it, which Bridge shuts down after a failure.
+    filesystem_async._results_queue = queue.Queue()
+    filesystem_async._results_queue._manager = SimpleNamespace(shutdown=lambda: None)
     echo = EchoCallback(config) if hasattr(config, "echo") else None
     recorder = Recorder(echo)
     printed = io.StringIO()

@@ -63,7 +63,7 @@ def check_container(config: EchoConfigContainer) -> None:
                 f"echo: {section}.{option}=True is not supported: {why}. Expected {section}.{option}=False, or "
                 "echo.tp_comm=nccl"
             )
-    check_config(getattr(config.model, "transformer", config.model))
+    check_config(config.model)
     if config.echo.inspect_every and not any(getattr(config.logger, name, None) for name in _LOGGERS):
         raise ValueError(
             f"echo.inspect_every={config.echo.inspect_every}: the run has no logger that its numbers could go to; set "

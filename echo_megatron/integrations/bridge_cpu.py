@@ -4,7 +4,7 @@ Bridge imports Transformer Engine, which has no CPU kernels, and takes CUDA for 
 without them, beyond what Megatron-core needs (`pretrain/cpu_shims.py`):
 
 1. `initialize_megatron` asserts a GPU, seeds CUDA generators and compiles fused CUDA functions ahead of time.
-2. DDP is built on a stream of its own; the log asks CUDA for memory.
+2. DDP is built on a stream of its own; the log asks CUDA for memory; checkpoints hold the CUDA generator's state.
 3. Where Transformer Engine is installed Megatron-core takes its norms, its Adam and its multi-tensor kernels.
 """
 
@@ -18,7 +18,8 @@ import torch
 
 from echo_megatron.pretrain.cpu_shims import install_cpu_shims, seed_all
 
-# Overrides of a recipe that a CPU can run: local layers in FP32, PyTorch's kernels, gloo.
+# Overrides of a recipe that a CPU can run: local layers in FP32, PyTorch's kernels, gloo. The distributed optimizer can't
+# load its checkpoints with PyTorch's Adam.
 CPU_OVERRIDES = (
     "mixed_precision=null",
     "model.bf16=false",
@@ -31,6 +32,10 @@ CPU_OVERRIDES = (
     "model.cross_entropy_loss_fusion=false",
     "model.cross_entropy_fusion_impl=native",
     "optimizer.bf16=false",
+    "optimizer.use_distributed_optimizer=false",
+    "optimizer.overlap_param_gather=false",
+    "ddp.use_distributed_optimizer=false",
+    "ddp.overlap_param_gather=false",
     "dataset.create_attention_mask=true",
     "dataset.pin_memory=false",
     "dist.distributed_backend=gloo",
@@ -55,6 +60,8 @@ def install_bridge_cpu_shims() -> None:
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.mem_get_info = lambda *args: (0, 0)
     torch.cuda.max_memory_allocated = torch.cuda.max_memory_reserved = lambda *args, **kwargs: 0
+    torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda *args: None
     _take_torch_optimizers()
 
 
@@ -66,7 +73,8 @@ def _take_torch_optimizers() -> None:
 
     optimizer.Adam, optimizer.SGD = torch.optim.AdamW, torch.optim.SGD
     optimizer.USING_PYTORCH_OPTIMIZER = True
-    distrib_optimizer.Adam, distrib_optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    distrib_optimizer.Adam = torch.optim.Adam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = False
     for module in (clip_grads, base):
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
