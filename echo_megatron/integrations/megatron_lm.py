@@ -22,7 +22,7 @@ import functools
 import importlib
 import runpy
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,6 @@ from echo_megatron.integrations.megatron_lm_args import (
 )
 
 __all__ = ["EchoTraining", "add_echo_args", "echo_config", "echo_training", "main", "with_echo_args"]
-
-USAGE = f"""usage: python -m echo_megatron.integrations.megatron_lm SCRIPT [ARGUMENT] …
-
-Runs SCRIPT, such as Megatron-LM's pretrain_gpt.py, under torchrun, with {FLAG} and --echo-… among its arguments.
-`SCRIPT --help` lists them."""
 
 
 class EchoTraining:
@@ -238,8 +233,10 @@ def _write_metrics(metrics: dict[str, float], iteration: int) -> None:
 
     stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() > 1:
-        device = torch.device("cuda" if dist.get_backend(stages) == "nccl" else "cpu")
+        device = torch.device("cpu" if dist.get_backend(stages) == "gloo" else "cuda")
         metrics = gather(metrics, stages, device)
+    if not metrics:
+        return  # a tensor-parallel size of 1
     if (writer := get_tensorboard_writer()) is not None:
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, iteration)
@@ -251,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script that `argv` begins with under `echo_training`, as `python SCRIPT ARGUMENT …` would."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
+        print(_help())
         sys.exit(0 if arguments else 2)
     script = Path(arguments[0])
     if not script.is_file():
@@ -261,6 +258,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.path.insert(0, str(script.resolve().parent))
     with echo_training():
         runpy.run_path(str(script), run_name="__main__")
+
+
+def _help() -> str:
+    """Of this command; not the script's, which Megatron-LM 0.19.2 fails to print for a percent sign in a text."""
+    parser = ArgumentParser(
+        prog="python -m echo_megatron.integrations.megatron_lm",
+        usage="%(prog)s SCRIPT [ARGUMENT …]",
+        description="Runs SCRIPT, such as Megatron-LM's pretrain_gpt.py, with these among its arguments.",
+        add_help=False,
+    )
+    return add_echo_args(parser).format_help()
 
 
 if __name__ == "__main__":
