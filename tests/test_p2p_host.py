@@ -535,6 +535,36 @@ class TestConsensus:
         calls[2]["kept_x"].fill_(0)
 
 
+class TestCorrection:
+    """What the next call adds, for diagnostics."""
+
+    @pytest.mark.parametrize("config", [LOCAL, CONSENSUS], ids=["local", "consensus"])
+    def test_it_is_read_behind_what_writes_it_and_where_the_next_call_reads(self, calls, config):
+        rank, x = make_rank(config), values(100_001)
+        compensator = rank.compensators[FORWARD]
+        assert rank.transport.correction(x, site(0), compensator) is None, "nothing is added at the first site"
+        rank.all_reduce(x, site(0), out=x)
+        calls[0]["state"].view(torch.bfloat16).fill_(2.5)
+        LOG.clear()
+        STREAMS[:] = ["other"]
+        correction = rank.transport.correction(x, site(1), compensator)
+        assert correction.dtype is torch.float32 and correction.shape == (100_032,) and correction.eq(2.5).all()
+        assert LOG[0] == ("wait", "other", "main")
+        assert [entry[2][:8] for entry in LOG[1:]] == (["side1 at"] if config is CONSENSUS else [])
+        assert rank.transport.correction(values(1000), site(1), compensator) is None, "another size begins a pass"
+        assert rank.compensators[BACKWARD].is_fresh and not compensator.is_fresh, "asking changes nothing"
+        rank.all_reduce(x, site(1), out=x)
+        assert not [call for call in calls if call.name == "all_reduce_"][1]["fresh"]
+        compensator.reset()
+        assert rank.transport.correction(x, site(1), compensator) is None
+
+    def test_bytes_are_those_that_the_call_counts(self, calls):
+        rank, x = make_rank(LOCAL), values()
+        expected = rank.transport.num_sent_bytes(x, site(0))
+        rank.all_reduce(x, site(0), out=x)
+        assert rank.transport.take_sent_bytes() == expected > 0
+
+
 class TestStreams:
     def test_calls_run_in_their_order_whatever_their_streams(self, calls):
         rank, x = make_rank(LOCAL), values()
