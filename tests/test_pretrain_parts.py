@@ -124,3 +124,29 @@ def test_checkpoint_folder_keeps_the_newest_and_never_names_a_partial_one(tmp_pa
     folder.begin(5)
     assert not folder.whole(5).exists()
     assert json.loads((tmp_path / "latest.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "is_installed", "expected"),
+    [
+        ("auto", "cuda", True, "transformer_engine"),
+        ("auto", "cuda", False, "local"),
+        ("auto", "cpu", False, "local"),
+        ("local", "cuda", True, "local"),
+        ("local", "cpu", False, "local"),
+        ("transformer_engine", "cuda", True, "transformer_engine"),
+        ("transformer_engine", "cuda", False, "transformer-engine is not installed"),
+        ("transformer_engine", "cpu", False, "there is none on the CPU"),
+        ("auto", "cpu", True, "which need a GPU"),
+    ],
+)
+def test_whose_layers_a_model_is_made_of(monkeypatch, asked, device, is_installed, expected):
+    from echo_megatron.pretrain import device as module
+    from echo_megatron.pretrain.schema import Layers
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object() if is_installed else None)
+    if expected in Layers.__members__:
+        assert module.resolve_layers(Layers[asked], torch.device(device)) is Layers[expected]
+    else:
+        with pytest.raises(ValueError, match=expected):
+            module.resolve_layers(Layers[asked], torch.device(device))

@@ -1,12 +1,13 @@
-"""Which device and precision a run gets on this machine."""
+"""Which device, precision and kind of layers a run gets on this machine."""
 
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 
 import torch
 
-from echo_megatron.pretrain.schema import Device, Precision, TrainerConfig
+from echo_megatron.pretrain.schema import Device, Layers, Precision, TrainerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,3 +53,24 @@ def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     if precision is Precision.auto:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
+
+
+def resolve_layers(layers: Layers, device: torch.device) -> Layers:
+    """Whose layers the model is made of.
+
+    Raises:
+        ValueError: Transformer Engine's layers are asked for on the CPU or where it is not installed; or local layers
+            on a CPU where it is installed, because Megatron-core then takes its norms all the same.
+    """
+    is_installed = find_spec("transformer_engine") is not None
+    if device.type == "cpu" and is_installed:
+        raise ValueError(
+            "model.layers: Transformer Engine is installed, and Megatron-core takes its norms, which need a GPU. "
+            "Expected an environment without transformer-engine for the CPU (make venv), or trainer.device=cuda"
+        )
+    if layers is Layers.transformer_engine and (device.type == "cpu" or not is_installed):
+        what = "there is none on the CPU" if device.type == "cpu" else "transformer-engine is not installed"
+        raise ValueError(f"model.layers=transformer_engine: {what}; use model.layers=local or auto")
+    if layers is not Layers.auto:
+        return layers
+    return Layers.transformer_engine if is_installed else Layers.local

@@ -54,7 +54,7 @@ class Trainer:
         self._checkpoints = CheckpointFolder(config.run_dir / "checkpoints", config.trainer.keep_checkpoints)
         self._record = RunRecord(config, plan, device, command) if dist.get_rank() == 0 else None
         self._batches = BatchSource(config, device)
-        chunks = build_model(config, plan.dtype, device)
+        chunks = build_model(config, plan.dtype, plan.layers, device)
         self._installation = _install(chunks, config)
         every = config.trainer.inspect_every
         self._inspector = Inspector(self._installation, every) if every and self._installation else None

@@ -1,4 +1,4 @@
-"""Qwen3-shaped GPT from Megatron-core's local layer spec, wrapped in Megatron's data-parallel class."""
+"""Qwen3-shaped GPT of Megatron-core's local layers or Transformer Engine's, in Megatron's data-parallel class."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from echo_megatron.pretrain.attention import SdpaCoreAttention
-from echo_megatron.pretrain.schema import ModelConfig, PretrainConfig, Recompute
+from echo_megatron.pretrain.schema import Layers, ModelConfig, PretrainConfig, Recompute
 
 
 def num_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
@@ -30,14 +33,16 @@ def num_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
     return embeddings + model.num_layers * (attention + mlp + norms) + model.hidden_size
 
 
-def transformer_config(config: PretrainConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(config: PretrainConfig, dtype: torch.dtype, layers: Layers = Layers.local) -> TransformerConfig:
     """Megatron's configuration of the model.
 
     Args:
         config: the run.
         dtype: torch.bfloat16 or torch.float32, of parameters and activations.
+        layers: local or Transformer Engine's.
     """
     model, trainer = config.model, config.trainer
+    fused = layers is Layers.transformer_engine
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -68,6 +73,8 @@ def transformer_config(config: PretrainConfig, dtype: torch.dtype) -> Transforme
         params_dtype=dtype,
         pipeline_dtype=dtype,
         deterministic_mode=trainer.deterministic,
+        bias_activation_fusion=fused,
+        apply_rope_fusion=fused,
         # Kernels of Apex, which is not installed.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -76,18 +83,20 @@ def transformer_config(config: PretrainConfig, dtype: torch.dtype) -> Transforme
     )
 
 
-def layer_spec() -> ModuleSpec:
-    """Megatron's local layer with `SdpaCoreAttention`."""
+def layer_spec(layers: Layers) -> ModuleSpec:
+    """Transformer Engine's layer, or Megatron's local one with `SdpaCoreAttention`."""
+    if layers is Layers.transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     return spec
 
 
-def build_gpt(config: PretrainConfig, dtype: torch.dtype) -> GPTModel:
+def build_gpt(config: PretrainConfig, dtype: torch.dtype, layers: Layers = Layers.local) -> GPTModel:
     """This rank's part of the model, on the CPU, freshly initialized. Model parallelism has to be initialized."""
     return GPTModel(
-        config=transformer_config(config, dtype),
-        transformer_layer_spec=layer_spec(),
+        config=transformer_config(config, dtype, layers),
+        transformer_layer_spec=layer_spec(layers),
         vocab_size=config.data.padded_vocab_size,
         max_sequence_length=config.model.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -98,9 +107,11 @@ def build_gpt(config: PretrainConfig, dtype: torch.dtype) -> GPTModel:
     )
 
 
-def build_model(config: PretrainConfig, dtype: torch.dtype, device: torch.device) -> list[DistributedDataParallel]:
+def build_model(
+    config: PretrainConfig, dtype: torch.dtype, layers: Layers, device: torch.device
+) -> list[DistributedDataParallel]:
     """The model chunks that Megatron's schedules take: one, on `device`, with FP32 gradients."""
-    gpt = build_gpt(config, dtype).to(device)
+    gpt = build_gpt(config, dtype, layers).to(device)
     megatron_config = gpt.config
     megatron_config.finalize_model_grads_func = finalize_model_grads
     module = Float16Module(megatron_config, gpt) if dtype is torch.bfloat16 else gpt

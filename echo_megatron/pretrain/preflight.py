@@ -10,8 +10,8 @@ import torch
 
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
 from echo_megatron.pretrain.dataset import Data, check_data
-from echo_megatron.pretrain.device import resolve_device, resolve_dtype
-from echo_megatron.pretrain.schema import PretrainConfig, Resume, validate
+from echo_megatron.pretrain.device import resolve_device, resolve_dtype, resolve_layers
+from echo_megatron.pretrain.schema import Layers, PretrainConfig, Resume, validate
 from echo_megatron.pretrain.settings import check_same, run_settings
 
 
@@ -22,12 +22,14 @@ class Plan:
     Attributes:
         device: kind of device.
         dtype: of parameters and activations.
+        layers: whose layers the model is made of.
         data: the tokens, for reports.
         settings: everything that decides the run's numbers.
     """
 
     device: torch.device
     dtype: torch.dtype
+    layers: Layers
     data: Data
     settings: dict[str, Any]
 
@@ -46,11 +48,13 @@ def preflight(config: PretrainConfig, num_local_processes: int | None = None) ->
     validate(config)
     device = resolve_device(config.trainer, num_local_processes)
     dtype = resolve_dtype(config.trainer.precision, device)
+    layers = resolve_layers(config.model.layers, device)
     data = check_data(config.data)
-    settings = run_settings(config, {"data": data.fingerprint, "precision": str(dtype), "device": device.type})
+    resolved = {"precision": str(dtype), "device": device.type, "layers": layers.name}
+    settings = run_settings(config, {"data": data.fingerprint, **resolved})
     _check_writable(config)
     _check_resume(config, settings)
-    return Plan(device, dtype, data, settings)
+    return Plan(device, dtype, layers, data, settings)
 
 
 def _check_writable(config: PretrainConfig) -> None:

@@ -33,13 +33,14 @@ class RunRecord:
             "tensor_parallel": trainer.tensor_parallel,
             "pipeline_parallel": trainer.pipeline_parallel,
             "data_parallel": trainer.data_parallel,
+            "layers": plan.layers.name,
             "precision": str(plan.dtype).removeprefix("torch."),
             "model": config.model.name,
             "parameters": num_parameters(config.model, config.data.padded_vocab_size),
             "lr": config.optim.lr,
             "max_steps": trainer.max_steps,
             "machine": provenance.machine(device),
-            "versions": provenance.versions("echo-megatron", "torch", "megatron-core"),
+            "versions": provenance.versions("echo-megatron", "torch", "megatron-core", "transformer-engine"),
             "commit": provenance.commit(),
             "command": command,
         }
@@ -53,6 +54,7 @@ class RunRecord:
         run = self._run
         lines = [
             f"{self.folder.path}: {run['parameters']:,} parameters, {run['tp_comm']}, {run['precision']}, "
+            f"{run['layers']} layers, "
             f"TP={run['tensor_parallel']} PP={run['pipeline_parallel']} DP={run['data_parallel']}, "
             f"{run['data']['name']} ({run['data']['tokens']:,} tokens)"
         ]

@@ -47,6 +47,17 @@ class Recompute(Enum):
     full = "full"
 
 
+class Layers(Enum):
+    """`transformer_engine`: Transformer Engine's fused layers. `local`: Megatron-core's own, of PyTorch operations.
+
+    `auto`: Transformer Engine's on CUDA where it is installed, else local; the log and run.json say which.
+    """
+
+    auto = "auto"
+    local = "local"
+    transformer_engine = "transformer_engine"
+
+
 @dataclass
 class ModelConfig:
     """A dense GPT with Qwen3's layer: RMSNorm, QK norm, SwiGLU, rotary positions, no biases, tied embeddings."""
@@ -63,6 +74,7 @@ class ModelConfig:
     layernorm_epsilon: float = 1e-6
     init_std: float = 0.02
     tie_embeddings: bool = True
+    layers: Layers = Layers.auto
     recompute: Recompute = Recompute.none
 
     def __post_init__(self) -> None:

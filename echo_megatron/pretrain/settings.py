@@ -22,7 +22,7 @@ FREE = (
         "trainer.timeout_s",
     ),
     # What they resolve to is compared.
-    *("trainer.device", "trainer.precision"),
+    *("trainer.device", "trainer.precision", "model.layers"),
     "tp_comm.timeout_s",
 )
 

@@ -35,6 +35,8 @@ def run_worker(config: PretrainConfig, command: str, launcher_pid: int | None = 
     # Read when CUDA starts: Megatron orders communication by the first, cuBLAS is repeatable by the second.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.trainer.deterministic:
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine reads it at import
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     rank = int(os.environ["RANK"])
     if rank != 0:
