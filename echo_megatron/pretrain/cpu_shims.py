@@ -11,11 +11,20 @@ Megatron-core takes CUDA for granted. Found one at a time by running without the
 
 `TransformerConfig(use_cpu_initialization=True)` is the seventh; `model.py` sets it on every device, because it also
 makes the initial weights independent of the tensor-parallel size.
+
+What NeMo adds (`install_nemo_cpu_shims`):
+
+8. It builds DDP on a side stream: `torch.cuda.Stream()` and `torch.cuda.stream()`.
+9. It logs `torch.cuda.max_memory_reserved()` and `max_memory_allocated()`.
+10. It seeds Megatron's random-number tracker only where there is a CUDA device.
+11. Its progress printer gathers (zero) timers on rank 0 alone; gloo counts that as a call, and the next one hangs.
+12. megatron-core 0.15.3 compiles a CUDA extension when it is imported: `TORCH_CUDA_ARCH_LIST` has to be set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +105,22 @@ def install_cpu_shims() -> None:
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # (3)
     megatron_random._set_cuda_rng_state = lambda *args, **kwargs: None
     _CudaToCpu().__enter__()
+
+
+def install_nemo_cpu_shims() -> None:
+    """Make NeMo run on the CPU in this process, for good. Call before NeMo is imported; twice is harmless."""
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # (12)
+    install_cpu_shims()
+    null_stream = _NullStream()
+    torch.cuda.Stream = lambda *args, **kwargs: null_stream  # type: ignore[assignment, misc]  # (8)
+    torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.max_memory_reserved = lambda *args, **kwargs: 0  # (9)
+    torch.cuda.max_memory_allocated = lambda *args, **kwargs: 0
+    from nemo.lightning import megatron_init
+    from nemo.lightning.pytorch.callbacks.progress_printer import ProgressPrinter
+
+    megatron_init._set_random_seed = seed_all  # (10)
+    ProgressPrinter.log_megatron_timers = lambda self, timers: None  # (11)
 
 
 def seed_all(seed: int) -> None:
