@@ -202,6 +202,7 @@ class _Measurement:
         if is_exact and not (site.direction is Direction.forward and inside_backward()):  # not: recomputed
             # p2p's exact sum sends the contribution to everybody; the real group's counts as a ring.
             sent = (size - 1) * x.nbytes if call is not None else 2 * (size - 1) * x.nbytes // size
+            self._device = x.device
             self._num_exact[site] = self._num_exact.get(site, 0) + 1
             self._num_bytes.setdefault(site, []).append(sent)
         return call

@@ -118,3 +118,21 @@ def test_numbers_are_the_reference_s_and_outputs_and_bytes_those_without_it(conf
                 assert value == pytest.approx(sum(sent) / world_size)
             if tag.endswith("/bound_used"):
                 assert 0 < value < 1.01
+
+
+def exact_step(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, BASE.replace(min_bytes=2**40))
+    group = EchoProcessGroup(communicator, Site(0, Direction.forward, "layers.0"), HIDDEN, lambda: True)
+    inspector = Inspector(SimpleNamespace(communicator=communicator, uses_cuda_graphs=False), 1)
+    inspector.begin_step(1)
+    for rows in (1, 4096):  # summed by the kernel, and by NCCL
+        dist.all_reduce(torch.ones(rows, HIDDEN, device="cuda", dtype=torch.bfloat16), group=group)
+    metrics = inspector.end_step()
+    communicator.destroy()
+    return metrics
+
+
+def test_a_step_of_exact_calls_only():
+    for metrics in run_ranks(exact_step):
+        assert set(metrics) == {"echo/forward/layers.0/bytes", "echo/forward/layers.0/exact_calls"}
+        assert metrics["echo/forward/layers.0/exact_calls"] == 2 and metrics["echo/forward/layers.0/bytes"] > 0
