@@ -18,7 +18,8 @@ What NeMo adds (`install_nemo_cpu_shims`):
 9. It logs `torch.cuda.max_memory_reserved()` and `max_memory_allocated()`.
 10. It seeds Megatron's random-number tracker only where there is a CUDA device.
 11. Its progress printer gathers (zero) timers on rank 0 alone; gloo counts that as a call, and the next one hangs.
-12. megatron-core 0.15.3 compiles a CUDA extension when it is imported: `TORCH_CUDA_ARCH_LIST` has to be set.
+12. It moves a loaded checkpoint's tensors to the current CUDA device.
+13. megatron-core 0.15.3 compiles a CUDA extension when it is imported: `TORCH_CUDA_ARCH_LIST` has to be set.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def install_cpu_shims() -> None:
 
 def install_nemo_cpu_shims() -> None:
     """Make NeMo run on the CPU in this process, for good. Call before NeMo is imported; twice is harmless."""
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # (12)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # (13)
     install_cpu_shims()
     null_stream = _NullStream()
     torch.cuda.Stream = lambda *args, **kwargs: null_stream  # type: ignore[assignment, misc]  # (8)
@@ -117,10 +118,12 @@ def install_nemo_cpu_shims() -> None:
     torch.cuda.max_memory_reserved = lambda *args, **kwargs: 0  # (9)
     torch.cuda.max_memory_allocated = lambda *args, **kwargs: 0
     from nemo.lightning import megatron_init
+    from nemo.lightning.io import pl
     from nemo.lightning.pytorch.callbacks.progress_printer import ProgressPrinter
 
     megatron_init._set_random_seed = seed_all  # (10)
     ProgressPrinter.log_megatron_timers = lambda self, timers: None  # (11)
+    pl._fix_tensors_device = lambda checkpoint: checkpoint  # (12)
 
 
 def seed_all(seed: int) -> None:

@@ -134,7 +134,7 @@ def thin_loop_sites(rank: int, world_size: int) -> list[tuple[str, int, str]]:
     from echo_megatron import install
     from echo_megatron.pretrain.cpu_shims import install_cpu_shims, seed_all
     from echo_megatron.pretrain.model import build_model
-    from echo_megatron.pretrain.schema import DataConfig, ModelConfig, PretrainConfig, TrainerConfig
+    from echo_megatron.pretrain.schema import DataConfig, Layers, ModelConfig, PretrainConfig, TrainerConfig
 
     install_cpu_shims()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)
@@ -146,7 +146,7 @@ def thin_loop_sites(rank: int, world_size: int) -> list[tuple[str, int, str]]:
         data=DataConfig(vocab_size=256, padded_vocab_size=256, eod_id=1),
         trainer=TrainerConfig(tensor_parallel=2, micro_batch_size=2, global_batch_size=4),
     )
-    chunks = build_model(config, torch.float32, torch.device("cpu"))
+    chunks = build_model(config, torch.float32, Layers.local, torch.device("cpu"))
     installation = install(chunks, EchoConfig.preset("echo4", min_bytes=0))
     assert installation.communicator is not None
     transport, sites = installation.communicator.transport, []
@@ -167,8 +167,9 @@ def test_number_and_order_of_sites_are_the_thin_loop_s(quantized: list[dict[str,
     one_pass = run_ranks(thin_loop_sites, 2)[0]
     assert len(one_pass) == 8
     calls = [(site.direction.name, site.idx, site.name) for site, _, _ in quantized[0]["calls"]]
-    training = [call for call, is_evaluation in zip(calls, quantized[0]["evaluations"], strict=True) if not is_evaluation]
-    evaluation = [call for call, is_evaluation in zip(calls, quantized[0]["evaluations"], strict=True) if is_evaluation]
+    marked = list(zip(calls, quantized[0]["evaluations"], strict=True))
+    training = [call for call, is_evaluation in marked if not is_evaluation]
+    evaluation = [call for call, is_evaluation in marked if is_evaluation]
     # Three steps of two microbatches; one validation batch of two.
     assert training == one_pass * 3 * 2
     assert evaluation == [call for call in one_pass if call[0] == Direction.forward.name] * 2
@@ -192,5 +193,3 @@ def phases(rank: int, world_size: int) -> tuple[set[str], int]:
 def test_phases_are_nemo_s() -> None:
     for kinds, calls in run_nemo(phases, 2):
         assert kinds == {"False"} and calls == 8 * 3 * 2
-
-
