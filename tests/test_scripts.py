@@ -240,3 +240,32 @@ class TestQuantizerStudy:
         ]
         assert values == sorted(values)
         assert all(row["agrees"] for row in results["rows"] if row["prototype"] is not None)
+
+
+NCU_PAGE = """==PROF== Connected
+"ID","Kernel Name",{names}
+"","",{units}
+"0","all_reduce",{first}
+"1","all_reduce",{second}
+"""
+
+
+def test_profile_reads_what_ncu_writes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    profile = importlib.import_module("profile_kernels")
+    units = {"ms": "us", "instructions": "inst", "hbm_bytes": "Mbyte"}
+    first = {name: 2.0 for name in profile.METRICS} | {"ms": 250.0, "instructions": 1_048_576, "hbm_bytes": 4.0}
+    second = first | {"instructions": "2,097,152"}
+    page = NCU_PAGE.format(
+        names=",".join(f'"{name}"' for name in profile.METRICS.values()),
+        units=",".join(f'"{units.get(name, "")}"' for name in profile.METRICS),
+        first=",".join(f'"{value}"' for value in first.values()),
+        second=",".join(f'"{value}"' for value in second.values()),
+    )
+    rows = [profile.row_of({"bits": 4}, kernel, 1 << 20) for kernel in profile.counters(page)]
+    assert [row["instructions_a_value"] for row in rows] == [32.0, 64.0]
+    assert rows[0]["ms"] == pytest.approx(0.25) and rows[0]["hbm_bytes_a_value"] == pytest.approx(4e6 / (1 << 20))
+    with pytest.raises(ValueError, match="expected a CSV page"):
+        profile.counters("==ERROR== no permission")
+    with pytest.raises(ValueError, match=r"expected the metrics .*dram__bytes\.sum"):
+        profile.counters(page.replace("dram__bytes.sum", "other"))
