@@ -254,7 +254,7 @@ def test_profile_reads_what_ncu_writes(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     profile = importlib.import_module("profile_kernels")
     units = {"ms": "us", "instructions": "inst", "hbm_bytes": "Mbyte"}
-    first = {name: 2.0 for name in profile.METRICS} | {"ms": 250.0, "instructions": 1_048_576, "hbm_bytes": 4.0}
+    first = dict.fromkeys(profile.METRICS, 2.0) | {"ms": 250.0, "instructions": 1_048_576, "hbm_bytes": 4.0}
     second = first | {"instructions": "2,097,152"}
     page = NCU_PAGE.format(
         names=",".join(f'"{name}"' for name in profile.METRICS.values()),
