@@ -1,11 +1,13 @@
 """A pretraining script as a user of Megatron-LM writes it: it knows nothing of Echo.
 
-`--test-model-provider` builds the model through a provider function, as the releases before 0.19 do; without it
-Megatron's own builder makes it from the arguments.
+`--test-model-provider` builds the model through a provider function, as all releases before 0.19 do; without it
+Megatron's own builder makes it from the arguments. `pretrain` has been called in three ways: until 0.17 it parses the
+arguments itself, in 0.18 it is given a configuration and a provider, since 0.19 the configuration may hold the model.
 """
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import torch
@@ -13,12 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args
 
 LOSSES: list[float] = []
 
@@ -92,15 +89,26 @@ datasets_provider.is_distributed = True
 
 
 def train(arguments):
-    from_provider = arguments.test_model_provider
+    from megatron.training import argument_utils
+
+    model = None
+    if hasattr(argument_utils, "gpt_config_from_args") and not arguments.test_model_provider:
+        model = argument_utils.gpt_config_from_args(arguments)
+    config = argument_utils.pretrain_cfg_container_from_args(arguments, *([] if model is None else [model]))
     pretrain(
-        pretrain_cfg_container_from_args(arguments, None if from_provider else gpt_config_from_args(arguments)),
+        config,
         datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        model_provider=model_provider if from_provider else None,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=model_provider if model is None else None,
     )
 
 
 if __name__ == "__main__":
-    train(parse_and_validate_args(extra_args_provider=add_own_args))
+    if "extra_args_provider" in inspect.signature(pretrain).parameters:
+        model_type = ModelType.encoder_or_decoder
+        pretrain(datasets_provider, model_provider, model_type, forward_step, extra_args_provider=add_own_args)
+    else:
+        from megatron.training.arguments import parse_and_validate_args
+
+        train(parse_and_validate_args(extra_args_provider=add_own_args))

@@ -213,7 +213,7 @@ def _wrap(module_name: str, name: str, method: Callable[..., Any]) -> Callable[[
     def wrapped(*rest: Any, **named: Any) -> Any:
         return method(original, *rest, **named)
 
-    # Until 0.18 megatron.training.initialize imports parse_args by name and parses there.
+    # Until 0.17 megatron.training.initialize imports parse_args by name and parses there.
     owners = [owner, importlib.import_module("megatron.training.initialize")]
     owners = [module for module in owners if getattr(module, name, None) is original]
     for module in owners:
