@@ -1,10 +1,9 @@
 """NeMo: the callback `EchoTPComm` installs Echo in the model of a `nemo.lightning.Trainer` with `MegatronStrategy`."""
-
-from __future__ import annotations
+# No `from __future__ import annotations`: nemo_run's command line reads the annotations of `__init__`.
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 from lightning.pytorch import Callback
@@ -27,6 +26,9 @@ vars(np).setdefault("product", np.prod)
 # Not Lightning's `state_dict`: two callbacks with one of those are refused before `setup` can say what is wrong.
 CHECKPOINT_KEY = "echo_megatron"
 
+# What nemo_run's command line can read, in the order in which it tries.
+Option = Union[int, float, list[str], str, None]  # noqa: UP007
+
 
 class EchoTPComm(Callback, IOMixin):
     """Quantizes the tensor-parallel all-reduces of the trainer's model for as long as the trainer runs.
@@ -48,7 +50,7 @@ class EchoTPComm(Callback, IOMixin):
         ValueError: an unknown flag or option, an illegal value, or an option that would do nothing.
     """
 
-    def __init__(self, tp_comm: str = "echo4", inspect_every: int = 0, **options: Any) -> None:
+    def __init__(self, tp_comm: str = "echo4", inspect_every: int = 0, **options: Option) -> None:
         self._config = resolve(tp_comm, options)
         if not isinstance(inspect_every, int) or isinstance(inspect_every, bool) or inspect_every < 0:
             raise ValueError(f"inspect_every: expected an integer >= 0 (training steps), got {inspect_every!r}")

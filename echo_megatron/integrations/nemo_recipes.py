@@ -90,7 +90,7 @@ def qwen3_600m_paper_echo4(
 
 
 def _paper(data: str, dir: str | None, name: str, tp_comm: str, max_lr: float) -> run.Partial:
-    """The paper, appendix B: tensor parallel 4 and nothing else, 384 x 2048 tokens a step, 12,716 steps, 10.0B tokens."""
+    """The paper, appendix B: tensor parallel 4 and nothing else, 384 x 2048 tokens a step, 12,716 steps."""
     resolve(tp_comm)
     recipe = qwen3_600m.pretrain_recipe(
         dir=dir,
