@@ -18,8 +18,8 @@ import torch
 
 from echo_megatron.pretrain.cpu_shims import install_cpu_shims, seed_all
 
-# Overrides of a recipe that a CPU can run: local layers in FP32, PyTorch's kernels, gloo. The distributed optimizer can't
-# load its checkpoints with PyTorch's Adam.
+# Overrides of a recipe that a CPU can run: local layers in FP32, PyTorch's kernels, gloo. Megatron's distributed
+# optimizer can't load its checkpoints with PyTorch's Adam.
 CPU_OVERRIDES = (
     "mixed_precision=null",
     "model.bf16=false",
