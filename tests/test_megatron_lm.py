@@ -184,17 +184,18 @@ class TestArguments:
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("argument", "why"),
+        ("argument", "message"),
         [
-            ("--sequence-parallel", "reduce-scatter"),
-            ("--tp-comm-overlap", "userbuffers"),
-            ("--inprocess-restart", "a restart aborts"),
-            ("--perform-rl-step", "rollouts"),
+            ("--sequence-parallel", "sequence_parallel=True is not supported: its reduce-scatter"),
+            ("--tp-comm-overlap", "tp_comm_overlap=True is not supported: userbuffers"),
+            ("--multi-latent-attention", "multi_latent_attention=True is not supported"),
+            ("--inprocess-restart", "--inprocess-restart is not supported .*a restart aborts"),
+            ("--perform-rl-step", "--perform-rl-step is not supported .*rollouts"),
         ],
     )
-    def test_before_anything_is_started(self, monkeypatch: pytest.MonkeyPatch, argument: str, why: str) -> None:
+    def test_before_anything_is_started(self, monkeypatch: pytest.MonkeyPatch, argument: str, message: str) -> None:
         tensor_parallel = ["--tensor-model-parallel-size", "2"]
-        with pytest.raises(ValueError, match=f"{argument} is not supported .*{why}"):
+        with pytest.raises(ValueError, match=message):
             parse_under_echo(monkeypatch, argument, *tensor_parallel, "--tp-comm", "echo4")
         parse_under_echo(monkeypatch, argument, *tensor_parallel)
         parse_under_echo(monkeypatch, argument, "--tp-comm", "echo4")  # one rank: nothing to quantize
@@ -204,7 +205,7 @@ class TestRefusals:
         args = parse("--tp-comm", "echo4")
         args.tensor_model_parallel_size, args.sequence_parallel = 2, True
         monkeypatch.setattr(megatron.training, "get_args", lambda: args)
-        with pytest.raises(ValueError, match="--sequence-parallel is not supported"):
+        with pytest.raises(ValueError, match="sequence_parallel=True is not supported"):
             EchoTraining().setup_model_and_optimizer(lambda: pytest.fail("built a model"))
 
     def test_a_script_that_never_trains_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +386,9 @@ class TestDocs:
         assert len(rows) >= 7
         folder = ROOT / "echo_megatron" / "integrations"
         said = [
-            text for name in ("megatron_lm", "megatron_lm_args", "options") for text in strings(folder / f"{name}.py")
+            text
+            for name in ("megatron_lm", "megatron_lm_args", "megatron_checks", "options")
+            for text in strings(folder / f"{name}.py")
         ]
         for row in rows:
             parts = [re.escape(part.strip()) for part in row.split("…") if part.strip()]

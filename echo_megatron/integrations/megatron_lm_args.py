@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from echo_megatron.config import PRESETS, EchoConfig
+from echo_megatron.integrations.megatron_checks import check_config
 from echo_megatron.integrations.options import OPTION_NAMES, resolve
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
@@ -89,15 +90,13 @@ def inspect_every(args: Namespace) -> int:
 
 
 _REFUSED_ARGS = {
-    "sequence_parallel": "its reduce-scatter and all-gather are not quantized yet",
-    "tp_comm_overlap": "userbuffers replace the all-reduce that Echo replaces",
     "inprocess_restart": "a restart aborts the process groups on which the communicators stand",
     "perform_rl_step": "rollouts run the model outside the training loop's steps",
 }
 
 
 def check_args(args: Namespace, config: EchoConfig) -> None:
-    """Raises ValueError for an argument that can't be combined with Echo; `install` checks the model itself."""
+    """Raises ValueError for an argument that can't be combined with Echo, before there is a model to check."""
     if not config.quantizes or args.tensor_model_parallel_size == 1:
         return
     for name, why in _REFUSED_ARGS.items():
@@ -106,6 +105,7 @@ def check_args(args: Namespace, config: EchoConfig) -> None:
                 f"echo: --{name.replace('_', '-')} is not supported together with {FLAG} {args.tp_comm}: {why}. "
                 f"Remove it, or use {FLAG} nccl"
             )
+    check_config(args)  # what they have of a TransformerConfig's options has its names
 
 
 def describe_difference(checkpoint_args: Namespace, args: Namespace) -> str | None:
