@@ -130,6 +130,8 @@ def render(results: dict[str, Any]) -> str:
         "issue slots",
         "HBM",
         "HBM bytes a value",
+        "registers",
+        "warps",
     )
     lines = [
         f"# Counters of one call, {results['machine']['gpu']}, {results['mib']} MiB, sent to itself",
@@ -177,7 +179,7 @@ def main(arguments_given: list[str] | None = None) -> int:
             "machine": provenance.machine(torch.device("cuda")),
             "versions": provenance.versions("echo-megatron", "torch"),
             "commit": arguments.commit or provenance.commit(),
-            "command": provenance.command(),
+            "command": f"python scripts/profile_kernels.py --mib {arguments.mib} --name {arguments.name}",
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "mib": arguments.mib,
             "rows": rows,
