@@ -13,7 +13,7 @@ INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirem
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv quickstart kernels test lint format lock study-env nemo-env clean
+.PHONY: help venv quickstart kernels test test-nemo lint format lock study-env nemo-env clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,13 @@ kernels: $(RUN_STAMP) ## build the CUDA kernels, which otherwise happens on firs
 
 test: lint ## environment, ruff, mypy and the whole test suite on CPU (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What tests NeMo, and what tests Megatron-core where versions differ. megatron-core 0.15.3 compiles a CUDA extension when it
+# is imported, and without a GPU has to be told for which.
+NEMO_TESTS := tests/nemo $(addprefix tests/test_megatron,.py _models.py)
+
+test-nemo: $(NEMO_STAMP) ## .venv-nemo, then the tests of NeMo and of megatron-core 0.15.3 in it (PYTEST_ARGS="-k name")
+	TORCH_CUDA_ARCH_LIST=$(or $(TORCH_CUDA_ARCH_LIST),9.0) .venv-nemo/bin/python -m pytest $(NEMO_TESTS) $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

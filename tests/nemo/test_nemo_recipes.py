@@ -72,7 +72,7 @@ def test_the_recipe_trains_in_both_arms(both_arms: dict[str, str]) -> None:
     for flag, text in both_arms.items():
         losses[flag] = [float(value) for value in re.findall(r"reduced_train_loss: ([0-9.]+)", text)]
         assert len(losses[flag]) == 2 and "val_loss" in text
-        assert ("self_attention.linear_proj" in text) == (flag == "echo4")
+        assert ("echo: 4-bit" in text) == (flag == "echo4")
     assert all(abs(a - b) < 0.05 for a, b in zip(losses["echo4"], losses["nccl"], strict=True))
 
 
