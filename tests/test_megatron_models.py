@@ -85,6 +85,26 @@ def test_adapters_that_replace_the_all_reduce_are_refused():
     assert run_ranks(fused_adapter, 2) == [True] * 2
 
 
+def sharded(rank, world_size):
+    from megatron.core import parallel_state
+
+    results = []
+    for config in (None, PASS_THROUGH, ECHO4):
+        trainer = build_trainer(tp=2, num_layers=2, shards_optimizer=True)
+        if config:
+            install(trainer.chunks, config)
+        results.append([run_step(trainer, step) for step in range(3)])
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def test_the_distributed_optimizer_trains_the_same():
+    """Tensor parallel 2 x data parallel 2, each data-parallel rank with half of the optimizer's state."""
+    for stock, passed, echo in run_ranks(sharded, 4):
+        assert passed == stock and echo != stock
+        assert torch.allclose(torch.tensor(echo), torch.tensor(stock), atol=0.03)
+
+
 class Tower(nn.Module):
     """Two stacks of transformer layers in one chunk; the second is built first and runs last."""
 

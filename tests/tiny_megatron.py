@@ -25,7 +25,14 @@ class Trainer:
 
 
 def build_trainer(
-    tp: int, pp: int = 1, vpp: int | None = None, num_layers: int = 4, model_options=None, adapt=None, **options
+    tp: int,
+    pp: int = 1,
+    vpp: int | None = None,
+    num_layers: int = 4,
+    model_options=None,
+    adapt=None,
+    shards_optimizer=False,
+    **options,
 ) -> Trainer:
     """Initializes model parallelism over all ranks and builds everything with one seed.
 
@@ -33,6 +40,7 @@ def build_trainer(
         tp, pp, vpp, num_layers: sizes.
         model_options: of the config, gives further arguments of GPTModel.
         adapt: changes each GPTModel before it is wrapped.
+        shards_optimizer: Megatron's distributed optimizer.
         options: of TransformerConfig.
     """
     install_cpu_shims()
@@ -96,10 +104,19 @@ def build_trainer(
         )
         if adapt:
             adapt(model)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=shards_optimizer
+        )
         chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0))
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32, clip_grad=1.0), chunks
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            params_dtype=torch.float32,
+            clip_grad=1.0,
+            use_distributed_optimizer=shards_optimizer,
+        ),
+        chunks,
     )
     return Trainer(config, chunks, optimizer, get_forward_backward_func())
 
