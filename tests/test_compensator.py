@@ -17,7 +17,8 @@ from echo_megatron.compensator import (
     tail_sum,
     weight,
 )
-from echo_megatron.config import EchoConfig, StateDtype
+from echo_megatron.config import Direction, EchoConfig, StateDtype
+from echo_megatron.sites import PassClock, Site
 
 FP32 = {"state_dtype": StateDtype.fp32}
 coefficients = st.builds(
@@ -216,3 +217,25 @@ def test_state_made_in_inference_mode_serves_training(dtype):
     compensator.update(torch.ones(40))
     assert compensator.apply(torch.zeros(40)).gt(0).all()
     assert not buffer.is_inference()
+
+
+def test_a_buffer_that_a_graph_captured_lives_on_and_serves_its_size():
+    compensator = Compensator(EchoConfig())
+    cpu = torch.device("cpu")
+    captured = compensator.raw_state((64,), 256, cpu, is_captured=True)
+    other = compensator.raw_state((128,), 512, cpu)  # an evaluation of another shape, outside the graph
+    assert other.data_ptr() != captured.data_ptr() and compensator.is_fresh
+    assert compensator.num_bytes() == 256 + 512
+    assert compensator.raw_state((64,), 256, cpu).data_ptr() == captured.data_ptr(), "what the graph's calls read"
+    assert compensator.raw_state((32,), 128, cpu).data_ptr() != captured.data_ptr()
+    assert compensator.num_bytes() == 256 + 128, "only what was captured is kept"
+
+
+def test_in_a_capture_only_site_0_begins_a_pass():
+    """A layer's graph is captured after warm-up calls of that layer alone."""
+    clock = PassClock()
+    sites = [Site(idx, Direction.forward) for idx in range(4)]
+    for site in (sites[2], sites[3]):
+        clock.tick(site)
+    assert [clock.tick(sites[idx], is_captured=True) for idx in (2, 3, 0, 1)] == [False, False, True, False]
+    assert clock.tick(sites[1]), "without a capture an index that does not grow begins a pass"
