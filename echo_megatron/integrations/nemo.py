@@ -12,10 +12,9 @@ from nemo.lightning.pytorch.callbacks import JitTransform
 from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import MegatronCommOverlapCallback
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from nemo.utils import logging
-from torch import nn
 
 from echo_megatron import Installation, install
-from echo_megatron.integrations.megatron_checks import check_model
+from echo_megatron.integrations.megatron_checks import check_config
 from echo_megatron.integrations.options import resolve
 from echo_megatron.pretrain.schema import tp_comm_name
 from echo_megatron.reference import check_group
@@ -64,6 +63,7 @@ class EchoTPComm(Callback, IOMixin):
         self._options = {name: _plain(value) for name, value in options.items() if value is not None}
         self._installation: Installation | None = None
         self._inspector: Any = None
+        self._step = 0
 
     @property
     def installation(self) -> Installation | None:
@@ -98,7 +98,7 @@ class EchoTPComm(Callback, IOMixin):
                 f"EchoTPComm: fsdp={strategy._fsdp!r} is not supported: it was not tried together with Echo. "
                 "Expected fsdp=None, or tp_comm=nccl"
             )
-        _check_config(pl_module.config)
+        check_config(pl_module.config)
         check_group(strategy.tensor_model_parallel_size, self._config)
         if strategy.tensor_model_parallel_size == 1 and trainer.is_global_zero:
             logging.info(
@@ -154,13 +154,27 @@ class EchoTPComm(Callback, IOMixin):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._inspector is not None:
-            self._inspector.begin_step(trainer.global_step)
+            self._step = trainer.global_step
+            self._inspector.begin_step(self._step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._check()
-        if self._inspector is not None and (metrics := self._inspector.end_step()):
-            for logger in trainer.loggers:  # each writes on rank 0 only: the sites of rank 0's pipeline stage
-                logger.log_metrics(metrics, step=trainer.global_step - 1)
+        if self._inspector is not None:
+            metrics = self._inspector.end_step()
+            if self._step % self.inspect_every == 0:  # the same on all ranks, also on a stage without sites
+                self._log(trainer, metrics)
+
+    def _log(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Of all pipeline stages, through the trainer's loggers, which write on rank 0. Collective."""
+        from megatron.core import parallel_state
+
+        from echo_megatron.diagnostics import gather
+
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        if stages.size() > 1:
+            metrics = gather(metrics, stages, trainer.strategy.root_device)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=self._step)
 
     def on_validation_batch_end(self, *arguments: Any, **named: Any) -> None:
         self._check()
@@ -214,13 +228,6 @@ def _check_callbacks(callbacks: list[Any]) -> None:
                     "EchoTPComm: JitTransform is not supported: a compiled model does not call the all-reduce of a "
                     "module's own process group. Expected use_torch=False and use_thunder=False, or tp_comm=nccl"
                 )
-
-
-def _check_config(config: Any) -> None:
-    """What `install` refuses by the model's configuration alone, told before the model is built."""
-    unbuilt = nn.Module()
-    unbuilt.config = config
-    check_model(unbuilt)
 
 
 def _plain(value: Any) -> Any:

@@ -7,21 +7,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import nemo.collections.llm  # noqa: F401  # before the processes fork: they need not import it again
 import pytest
 import torch
 from lightning.pytorch import Callback
 from nemo import lightning as nl
+from nemo.collections import llm
 from nemo.lightning import io
 from nemo.lightning.pytorch.callbacks import JitTransform
 from nemo.lightning.pytorch.callbacks.jit_transform import JitConfig
 from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import MegatronCommOverlapCallback
 from nemo.utils import logging
 from nemo_runs import run_nemo, tiny, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import echo_megatron.integrations.nemo_build  # noqa: F401
 from echo_megatron.config import Direction, EchoConfig
 from echo_megatron.integrations.nemo import CHECKPOINT_KEY, EchoTPComm
+from echo_megatron.integrations.nemo_build import build
 from echo_megatron.process_group import EchoProcessGroup
 
 
@@ -210,8 +211,6 @@ def test_the_checkpoint_holds_the_flag_and_its_context_the_callback(runs: tuple[
 
 
 def test_measured_steps_are_logged_by_the_trainer_s_own_logger(runs: tuple[Path, list[Any]]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     tags: dict[str, list[int]] = {}
     for file in runs[0].rglob("events.out.tfevents*"):
         events = EventAccumulator(str(file))
@@ -235,10 +234,6 @@ class Failing(Callback):
 
 
 def interrupted(rank: int, world_size: int) -> tuple[bool, bool]:
-    from nemo.collections import llm
-
-    from echo_megatron.integrations.nemo_build import build
-
     arguments = build(tiny("tp_comm=echo4"))
     trainer = arguments["trainer"]
     echo = next(callback for callback in trainer.callbacks if isinstance(callback, EchoTPComm))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
-import nemo.collections.llm  # noqa: F401  # before the processes fork: they need not import it again
 import pytest
 import torch
 from distributed import run_ranks
 from lightning.pytorch import Callback
+from nemo.collections import llm
 from nemo_runs import run_nemo, tiny
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import echo_megatron.integrations.nemo_build  # noqa: F401
 from echo_megatron import EchoConfig
 from echo_megatron.config import Direction
 from echo_megatron.integrations.nemo import EchoTPComm
+from echo_megatron.integrations.nemo_build import build
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.reference import SimulatedGroup
 
@@ -53,10 +55,6 @@ class Recorder(Callback):
 def trained(rank: int, world_size: int, arm: list[str] | None) -> dict[str, Any]:
     """One run; `arm` is None for NeMo without the callback."""
     config = tiny(*STEPS, *(arm or ["tp_comm=nccl"]))
-    from nemo.collections import llm
-
-    from echo_megatron.integrations.nemo_build import build
-
     arguments = build(config)
     trainer = arguments["trainer"]
     echo = next(callback for callback in trainer.callbacks if isinstance(callback, EchoTPComm))
@@ -179,10 +177,6 @@ def phases(rank: int, world_size: int) -> tuple[set[str], int]:
     """Which calls of a validation are quantized with phases=[train]: NeMo has to put the model into evaluation mode."""
     echo = EchoTPComm("echo4", min_bytes=0, phases=["train"])
     recorder = Recorder(echo)
-    from nemo.collections import llm
-
-    from echo_megatron.integrations.nemo_build import build
-
     arguments = build(tiny(*STEPS, "tp_comm=nccl"))
     callbacks = arguments["trainer"].callbacks
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, EchoTPComm)] + [echo, recorder]
@@ -193,3 +187,31 @@ def phases(rank: int, world_size: int) -> tuple[set[str], int]:
 def test_phases_are_nemo_s() -> None:
     for kinds, calls in run_nemo(phases, 2):
         assert kinds == {"False"} and calls == 8 * 3 * 2
+
+
+def staged(rank: int, world_size: int, folder: str) -> tuple[list[float], list[tuple[str, int, str]]]:
+    """TP=2 and two pipeline stages, with the errors of the first step written to TensorBoard."""
+    pipeline = ("trainer.devices=4", "trainer.pipeline_parallel=2", "trainer.max_steps=2")
+    logged = ("inspect_every=2", "log.tensorboard=true", f"log.dir={folder}")
+    arguments = build(tiny("tp_comm=echo4", "echo.min_bytes=0", *pipeline, *logged))
+    trainer = arguments["trainer"]
+    recorder = Recorder(next(callback for callback in trainer.callbacks if isinstance(callback, EchoTPComm)))
+    trainer.callbacks.append(recorder)
+    llm.pretrain(**arguments)
+    return recorder.losses, [(site.direction.name, site.idx, site.name) for site, _, _ in recorder.calls]
+
+
+def test_pipeline_stages_have_sites_of_their_own_and_one_log(tmp_path: Path) -> None:
+    ranks = run_nemo(staged, 4, str(tmp_path))
+    for rank, (_, calls) in enumerate(ranks):
+        layer = rank // 2  # one layer a stage; its sites are numbered from 0
+        names = {name for _, _, name in calls}
+        assert all(name.startswith(f"layers.{layer}.") for name in names) and len(names) == 4
+        assert len(calls) >= 2 * 2 * 4
+    scalars: set[str] = set()
+    for file in tmp_path.rglob("events.out.tfevents*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        scalars.update(events.Tags()["scalars"])
+    for layer in (0, 1):
+        assert f"echo/backward/layers.{layer}.mlp.linear_fc1/relative_error" in scalars
