@@ -1,0 +1,141 @@
+"""Times training steps and prefills of whole models: 16-bit, Echo, and without the sites' all-reduces (the bound).
+
+Run by torchrun, one process a GPU, all of them one tensor-parallel group. Every part writes the results anew, so that
+a run which is cut leaves what it has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from echo_megatron.bench.step_load import Load
+from echo_megatron.bench.step_models import DEFAULT_MODELS, MODELS, TRANSFORMER_ENGINE, layers_kind
+from echo_megatron.bench.step_timing import Ranks
+from echo_megatron.pretrain.quiet import quieten_libraries
+from echo_megatron.result_files import write_results
+
+LOADS = (0, 50, 75, 100)
+
+
+def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(DEFAULT_MODELS))
+    parser.add_argument(
+        "--settings", nargs="+", help="these and nccl16 at every load; default all, at loads above 0 the three of them"
+    )
+    parser.add_argument(
+        "--loads", "--load", nargs="+", type=_load, default=list(LOADS), help="duty cycles of the copies, in per cent"
+    )
+    parser.add_argument("--layers", type=_positive, help="transformer layers; default the model's, or as many as fit")
+    parser.add_argument("--batch", type=_positive, help="sequences; default by model")
+    parser.add_argument("--sequence", type=_positive, help="tokens of a sequence; default by model")
+    parser.add_argument("--rounds", type=_positive, default=3, help="visits to every setting, at each load, at most")
+    parser.add_argument("--steps", type=_positive, default=2, help="timed steps of a visit, and timed prefills")
+    parser.add_argument("--budget-s", type=float, default=380.0, help="seconds that the parts are fitted into")
+    parser.add_argument("--timeout-s", type=float, default=90.0, help="how long a rank waits for another")
+    parser.add_argument("--no-profile", action="store_true", help="leave out the profiler")
+    parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md")
+    parser.add_argument("--name", default="step")
+    parser.add_argument("--commit", help="the commit of these sources, where this machine does not know it")
+    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: Markdown and figure of a result")
+    options = parser.parse_args(arguments)
+    options.loads = sorted(set(options.loads))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "bench_step.py") -> int:
+    """Entry point; returns the exit status."""
+    start = time.monotonic()
+    options = parse_arguments(arguments, prog)
+    if options.render:
+        render(options.render)
+        return 0
+    if "LOCAL_RANK" not in os.environ:
+        print(
+            "error: expected to be started by torchrun, one process a GPU: "
+            "torchrun --nproc-per-node 2 scripts/bench_step.py",
+            file=sys.stderr,
+        )
+        return 2
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's order of communication; read by CUDA
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    use_cuda = torch.cuda.device_count() >= world_size
+    device = torch.device("cuda", rank) if use_cuda else torch.device("cpu")
+    peer = torch.device("cuda", (rank + 1) % world_size) if use_cuda else device
+    load = Load(device, peer) if any(options.loads) else None  # its process starts while this one imports
+    try:
+        return _measure(options, device, load, start)
+    except ValueError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if load is not None:
+            load.close()
+
+
+def render(path: Path) -> None:
+    """Markdown and figure beside a JSON of results."""
+    from echo_megatron.bench import step_figure, step_tables
+
+    results = json.loads(path.read_text(encoding="utf-8"))
+    write_results(path.parent, path.stem, results, step_tables.markdown(results))
+    step_figure.draw(path.with_suffix(".png"), results)
+
+
+def _measure(options: argparse.Namespace, device: torch.device, load: Load | None, start: float) -> int:
+    if device.type == "cpu":
+        from echo_megatron.pretrain.cpu_shims import install_cpu_shims
+
+        install_cpu_shims()
+    else:
+        torch.cuda.set_device(device)
+    if device.index:
+        warnings.filterwarnings("ignore")  # the first rank's are enough
+    quieten_libraries()
+    if layers_kind(device) == TRANSFORMER_ENGINE:
+        importlib.import_module("transformer_engine.pytorch")  # before Megatron-core looks for it
+    from megatron.core import parallel_state
+
+    from echo_megatron.bench.step_run import StepBench
+
+    timeout = timedelta(seconds=options.timeout_s)
+    # No device_id: a gloo group beside a bound default group would be asked to connect on the GPU.
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=dist.get_world_size(),
+            distributed_timeout_minutes=max(1, round(options.timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
+        ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
+        return StepBench(options, device, ranks, load, start).run()
+    finally:
+        gc.collect()  # a model's last references: its groups end before torch.distributed does
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
+
+
+def _load(text: str) -> int:
+    if not text.isdecimal() or int(text) > 100:
+        raise argparse.ArgumentTypeError(f"expected a duty cycle of 0 to 100 per cent, got {text!r}")
+    return int(text)
