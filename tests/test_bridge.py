@@ -23,7 +23,7 @@ from megatron.bridge.utils.instantiate_utils import instantiate
 from echo_megatron import EchoConfig
 from echo_megatron.integrations.bridge import EchoCallback, EchoConfigContainer, with_echo
 
-QUANTIZED = ("echo.tp_comm=echo4", "echo.min_bytes=0")
+QUANTIZED = ("echo.tp_comm=echo4", "echo.min_bytes=0", "echo.eta=0.5")
 PASS_THROUGH = ("echo.tp_comm=echo4", f"echo.min_bytes={2**62}")
 ALL_SITES = 8  # two layers, two sites a layer and direction
 
@@ -163,6 +163,7 @@ def _set(config, path, value):
             InProcessRestartConfig(enabled=True),
             r"inprocess_restart\.enabled=True is not supported",
         ),
+        ("model.cuda_graph_impl", "local", r"inspect_every=10: a CUDA graph's replay runs no Python"),
         ("logger.tensorboard_dir", None, r"inspect_every=10: the run has no logger.*logger\.tensorboard_dir"),
         ("model.megatron_mimo_parallelism_config", object(), r"MegatronMIMOProvider is not supported"),
     ],
@@ -329,9 +330,9 @@ def test_a_checkpoint_knows_its_arm_and_peft_comes_before_the_hook(tmp_path):
     ranks(saved, str(folder))
     run_config = folder / "iter_0000002" / "run_config.yaml"
     section = instantiate(yaml.safe_load(run_config.read_text())["echo"])  # Bridge can't build its own tokenizer again
-    assert section.resolve() == EchoConfig.preset("echo4", min_bytes=0)
+    assert section.resolve() == EchoConfig.preset("echo4", min_bytes=0, eta=0.5)
 
-    message = "written with tp_comm=echo4 min_bytes=0, this run has tp_comm=nccl; the weights are compatible"
+    message = "written with tp_comm=echo4 eta=0.5 min_bytes=0, this run has tp_comm=nccl; the weights are compatible"
     for make, overrides, told in [(tiny, (), 1), (tiny, QUANTIZED, 0), (stock, (), 0)]:
         results = ranks(resumed, str(folder), make, overrides)
         assert [steps for steps, _ in results] == [1, 1]

@@ -13,7 +13,7 @@ from megatron.bridge.training.utils.checkpoint_utils import (
 from megatron.bridge.utils.common_utils import get_rank_safe, print_rank_0
 
 from echo_megatron.integrations.bridge_config import describe
-from echo_megatron.integrations.megatron_checks import check_config
+from echo_megatron.integrations.megatron_checks import check_config, uses_cuda_graphs
 from echo_megatron.reference import check_group
 
 if TYPE_CHECKING:
@@ -21,20 +21,14 @@ if TYPE_CHECKING:
 
     from echo_megatron.integrations.bridge import EchoConfigContainer
 
-# Sections and options beside the model's that can't be combined with Echo, and what to do.
+# Overrides that check_config does not know, and why they can't be combined with Echo.
 _REFUSED = {
-    ("comm_overlap", "tp_comm_overlap"): "userbuffers replace the all-reduce that Echo replaces",
-    (
-        "model",
-        "use_transformer_engine_full_layer_spec",
-    ): "a layer of Transformer Engine's own has none of Megatron's linears",
-    ("dist", "use_megatron_fsdp"): "sharded parameters were not tried together with Echo",
-    ("dist", "use_torch_fsdp2"): "sharded parameters were not tried together with Echo",
-    ("ddp", "use_megatron_fsdp"): "sharded parameters were not tried together with Echo",
-    (
-        "inprocess_restart",
-        "enabled",
-    ): "a restart builds the model anew while Echo holds memory that aborted ranks shared",
+    "model.use_transformer_engine_full_layer_spec": "Transformer Engine's own layers have none of Megatron's linears",
+    "comm_overlap.tp_comm_overlap": "userbuffers replace the all-reduce that Echo replaces",
+    "dist.use_megatron_fsdp": "sharded parameters were not tried together with Echo",
+    "dist.use_torch_fsdp2": "sharded parameters were not tried together with Echo",
+    "ddp.use_megatron_fsdp": "sharded parameters were not tried together with Echo",
+    "inprocess_restart.enabled": "it builds the model anew while Echo holds memory that aborted ranks shared",
 }
 _LOGGERS = ("tensorboard_dir", "wandb_project", "mlflow_experiment", "comet_project")
 
@@ -57,13 +51,18 @@ def check_container(config: EchoConfigContainer) -> None:
         check_group(tensor_parallel_size(config), echo)
     except ValueError as error:
         raise ValueError(f"echo: model.tensor_model_parallel_size: {error}; or echo.tp_comm=nccl") from error
-    for (section, option), why in _REFUSED.items():
+    for override, why in _REFUSED.items():
+        section, option = override.split(".")
         if getattr(getattr(config, section), option, False):
             raise ValueError(
-                f"echo: {section}.{option}=True is not supported: {why}. Expected {section}.{option}=False, or "
-                "echo.tp_comm=nccl"
+                f"echo: {override}=True is not supported: {why}. Expected {override}=False, or echo.tp_comm=nccl"
             )
     check_config(config.model)
+    if config.echo.inspect_every and uses_cuda_graphs(config.model):
+        raise ValueError(
+            f"echo.inspect_every={config.echo.inspect_every}: a CUDA graph's replay runs no Python, so nothing could "
+            "be measured; set echo.inspect_every=0, or model.cuda_graph_impl=none for a run that is measured"
+        )
     if config.echo.inspect_every and not any(getattr(config.logger, name, None) for name in _LOGGERS):
         raise ValueError(
             f"echo.inspect_every={config.echo.inspect_every}: the run has no logger that its numbers could go to; set "

@@ -100,9 +100,10 @@ def describe(section: Mapping[str, Any] | None) -> str:
     Args:
         section: from `to_cfg_dict`, or the like of another version; None where a run was made without Echo.
     """
-    given = {"tp_comm": "nccl", **(section or {})}
-    options = {name: value for name, value in given.items() if name not in ("_target_", "inspect_every")}
-    return " ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+    given = dict(section or {})
+    tp_comm = given.pop("tp_comm", "nccl")
+    options = sorted((name, value) for name, value in given.items() if name not in ("_target_", "inspect_every"))
+    return " ".join(f"{name}={value}" for name, value in (("tp_comm", tp_comm), *options) if value is not None)
 
 
 def _plain(value: Any) -> Any:
