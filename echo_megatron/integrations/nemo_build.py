@@ -248,7 +248,7 @@ def _log(config: NemoPretrain) -> Any:
             monitor="step",
             mode="max",
             save_top_k=log.keep_checkpoints,
-            save_last=True,
+            save_last="link",
             save_optim_on_train_end=True,  # so that a finished run can be made longer
             every_n_train_steps=log.save_interval,
             filename="{step}",

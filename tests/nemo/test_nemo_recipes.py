@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from pretrain_runs import write_tokens
 
 from echo_megatron.cli import config_dir
+from echo_megatron.data import prepare_sample
 from echo_megatron.integrations import nemo_schema
 from echo_megatron.integrations.nemo import EchoTPComm
 from echo_megatron.integrations.nemo_build import PreparedDataModule
@@ -149,6 +150,26 @@ def single(rank: int, world_size: int) -> bool:
 
 def test_tensor_parallel_one_trains_without_echo() -> None:
     assert run_nemo(single, 1) == [True]
+
+
+def trained_on(rank: int, world_size: int, data: list[str]) -> float:
+    one = ("tp_comm=nccl", "trainer.devices=1", "trainer.tensor_parallel=1", "trainer.max_steps=2", "data.mock=false")
+    return float(train(tiny(*one, *data))["trainer"].callback_metrics["reduced_train_loss"])
+
+
+def test_tokens_of_every_kind_are_read(tmp_path: Path) -> None:
+    """Prefixes with a split, with no validation asked for; a folder that this project prepared, with validation."""
+    prefix = write_tokens(tmp_path)["train"][0]
+    sizes = ["data.vocab_size=64", "data.padded_vocab_size=64", "data.eod_id=0"]
+    (loss,) = run_nemo(trained_on, 1, [f"data.train=[{prefix}]", "data.split='99,1'", *sizes])
+    assert 3 < loss < 5  # log(64) = 4.2
+    prepared = prepare_sample(tmp_path / "sample")
+    sizes = [f"data.vocab_size={prepared.vocab_size}", "data.padded_vocab_size=1024", f"data.eod_id={prepared.eod}"]
+    folder = [f"data.folder={prepared.folder}", "trainer.val_interval=2"]
+    (loss,) = run_nemo(trained_on, 1, [*folder, *sizes])
+    assert 6 < loss < 8  # log(1024) = 6.9
+    with pytest.raises(ValueError, match="not found; prepare the data first"):
+        PreparedDataModule(str(tmp_path))
 
 
 # -- nemo_run's factories
