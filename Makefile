@@ -13,7 +13,7 @@ INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirem
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv quickstart kernels test test-nemo lint format lock study-env nemo-env clean
+.PHONY: help venv quickstart kernels test test-nemo test-megatron lint format lock study-env nemo-env clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,18 @@ NEMO_TESTS := tests/nemo $(addprefix tests/test_megatron,.py _models.py)
 
 test-nemo: $(NEMO_STAMP) ## .venv-nemo, then the tests of NeMo and of megatron-core 0.15.3 in it (PYTEST_ARGS="-k name")
 	TORCH_CUDA_ARCH_LIST=$(or $(TORCH_CUDA_ARCH_LIST),9.0) .venv-nemo/bin/python -m pytest $(NEMO_TESTS) $(PYTEST_ARGS)
+
+# Beside .venv, not in it: one folder that comes first on the path.
+MEGATRON := $(or $(VERSION),0.16.1)
+MEGATRON_FOLDER := build/megatron-core-$(MEGATRON)
+
+$(MEGATRON_FOLDER)/.installed: $(TEST_STAMP)
+	$(BIN)/python -m pip install --no-input --disable-pip-version-check --no-deps --upgrade \
+		--target $(MEGATRON_FOLDER) megatron-core==$(MEGATRON)
+	@touch $@
+
+test-megatron: $(MEGATRON_FOLDER)/.installed ## Megatron-core's tests on another of its versions (VERSION=0.16.1)
+	PYTHONPATH=$(MEGATRON_FOLDER) $(BIN)/python -m pytest $(addprefix tests/test_megatron,.py _models.py) $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
