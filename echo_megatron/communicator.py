@@ -67,7 +67,7 @@ class Communicator:
         by_message = self.transport.algorithm is Algorithm.auto
         why = "chosen by message" if by_message else f"at {self.group.size()} ranks"
         compensation = (
-            f"{config.residual.name} residual, eta {config.eta:g}, {config.state_dtype.name} state"
+            f"{_residuals(config)}, eta {config.eta:g}, {config.state_dtype.name} state"
             if config.compensates
             else "no compensation"
         )
@@ -168,6 +168,11 @@ class Communicator:
 def _without_grad() -> AbstractContextManager[None]:
     """`torch.no_grad()`, which costs as much as the rest of this class's part in a call, where it changes something."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def _residuals(config: EchoConfig) -> str:
+    forward, backward = (config.residual_of(direction).name for direction in Direction)
+    return f"{forward} residual" if forward == backward else f"{forward} residual forward and {backward} backward"
 
 
 def _copied(x: Tensor, out: Tensor | None) -> Tensor:

@@ -93,6 +93,7 @@ class EchoConfig:
         transport: how codes move: p2p (CUDA, GPUs of one host that reach each other's memory), collective
             (torch.distributed on any process group), or auto: p2p where every rank can, otherwise collective.
         residual: what the compensator feeds back.
+        backward_residual: what it feeds back in backward passes; None: as `residual`.
         rescale: where the power-of-two factor is chosen.
         eta: gain of the correction, 0 to 1; 0 switches compensation off (paper Eqn. 10).
         a: weight of the slow average in the correction, 0 to 1.
@@ -120,6 +121,7 @@ class EchoConfig:
     algorithm: Algorithm = Algorithm.auto
     transport: TransportName = TransportName.auto
     residual: Residual = Residual.local
+    backward_residual: Residual | None = None
     rescale: Rescale = Rescale.tile
     eta: float = 0.75
     a: float = 0.35
@@ -138,6 +140,8 @@ class EchoConfig:
         self._require_int("group_size", legal=GROUP_SIZES)
         if self.early_bits is not None:
             self._require_int("early_bits", legal=QUANTIZED_BITS)
+        if self.backward_residual is not None:
+            self.backward_residual = Residual(_to_enum("backward_residual", Residual, self.backward_residual))
         for name, kind in _ENUM_FIELDS.items():
             setattr(self, name, _to_enum(name, kind, getattr(self, name)))
         for name, kind in (("directions", Direction), ("phases", Phase)):
@@ -152,7 +156,7 @@ class EchoConfig:
             raise ValueError(f"min_bytes: expected an integer >= 0 (bytes) or None, got {self.min_bytes!r}")
         if self.early_bits is not None and self.bits == NATIVE_BITS:
             raise ValueError("early_bits: expected None with bits=16, which quantizes nothing; set bits to 4 or 8")
-        if self.state_dtype is StateDtype.compact and self.residual is Residual.consensus:
+        if self.state_dtype is StateDtype.compact and Residual.consensus in map(self.residual_of, Direction):
             raise ValueError(
                 "state_dtype: expected bf16 or fp32 with residual=consensus, got compact: that residual is as large as "
                 "the contribution, and rounding its state that coarsely doubles or triples the accumulated error; set "
@@ -168,6 +172,12 @@ class EchoConfig:
     def compensates(self) -> bool:
         """False for `eta: 0`: no state is allocated."""
         return self.eta > 0
+
+    def residual_of(self, direction: Direction) -> Residual:
+        """What the compensator of a direction feeds back."""
+        if direction is Direction.backward and self.backward_residual is not None:
+            return self.backward_residual
+        return self.residual
 
     def site_bits(self, direction: Direction, layer_idx: int, num_layers: int) -> int:
         """Bits of a site. The early-site policy covers forward sites only: it is the paper's serving policy (Sec. 7.2).

@@ -98,6 +98,7 @@ def finite_amax(values: Tensor) -> Tensor:
 
 def rank_residual(
     config: EchoConfig,
+    direction: Direction,
     world_size: int,
     rank: int,
     values: Tensor,
@@ -109,6 +110,7 @@ def rank_residual(
 
     Args:
         config: which residual; `algorithm` may be `auto`.
+        direction: of the pass.
         world_size: P.
         rank: whose.
         values: fp32 [n], x' of the rank.
@@ -118,7 +120,7 @@ def rank_residual(
         returned: fp32 [n], the sum as the residual sees it: y in its dtype, or `reduced` for rotated policies, whose
             residual is taken before the inverse transform.
     """
-    if config.residual is Residual.consensus:
+    if config.residual_of(direction) is Residual.consensus:
         return values - divide(returned, world_size)
     owned = Segments.split(values.shape[-1], world_size, config.group_size).bounds(rank)
     residual = residual.clone()
@@ -176,15 +178,12 @@ class SimulatedGroup:
         output = quantizer.from_basis(reduced, first.numel()).to(first.dtype)
         if compensator is not None:
             returned = reduced if quantizer.rotates else output.to(torch.float32)
-            rows = zip(values, residual, strict=True)
-            compensator.update(
-                torch.stack(
-                    [
-                        rank_residual(self.config, self.world_size, rank, own, rounded, reduced, returned)
-                        for rank, (own, rounded) in enumerate(rows)
-                    ]
-                )
-            )
+            call = (self.config, site.direction, self.world_size)
+            rows = [
+                rank_residual(*call, rank, own, rounded, reduced, returned)
+                for rank, (own, rounded) in enumerate(zip(values, residual, strict=True))
+            ]
+            compensator.update(torch.stack(rows))
         return output.view(first.shape)
 
     def reduce_scatter(self, contributions: Sequence[Tensor], site: Site) -> list[Tensor]:

@@ -37,6 +37,8 @@ def all_cases(sizes):
     for preset in ("echo4", "echo8", "echo4_paper", "echo8_paper"):
         config = EchoConfig.preset(preset)
         yield config, config.bits, sizes, list(Direction)
+    mixed = EchoConfig(residual=Residual.consensus, backward_residual=Residual.local)
+    yield mixed, 4, sizes[-1:], list(Direction)
 
 
 def contribution(rank, num_values, site_idx, dtype):
@@ -120,11 +122,13 @@ calls = st.tuples(
     st.integers(2, 4),
     st.sampled_from(list(Policy)),
     st.sampled_from(list(Residual)),
+    st.sampled_from((None, *Residual)),
     st.lists(calls, min_size=1, max_size=12),
 )
-def test_any_sequence_of_calls_equals_the_reference(world_size, policy, residual, sequence):
+def test_any_sequence_of_calls_equals_the_reference(world_size, policy, residual, backward_residual, sequence):
     """Shapes, dtypes, sites and directions in any order: state resets are the same everywhere."""
-    config = EchoConfig(policy=policy, group_size=group_size(policy), residual=residual)
+    residuals = {"residual": residual, "backward_residual": backward_residual}
+    config = EchoConfig(policy=policy, group_size=group_size(policy), **residuals)
     ranks = run_ranks(run_fuzz, world_size, (config, sequence))
     simulated = SimulatedGroup(world_size, config)
     for position, (n, i, dtype, direction) in enumerate(sequence):

@@ -79,6 +79,16 @@ def test_compact_state_needs_the_local_residual():
         EchoConfig(state_dtype="compact").replace(residual="consensus")
 
 
+def test_each_direction_has_its_residual():
+    config = EchoConfig(backward_residual="consensus")
+    assert [config.residual_of(direction) for direction in Direction] == [Residual.local, Residual.consensus]
+    assert {EchoConfig().residual_of(direction) for direction in Direction} == {Residual.local}
+    with pytest.raises(ValueError, match="backward_residual: expected one of local, consensus, got 'both'"):
+        EchoConfig(backward_residual="both")
+    with pytest.raises(ValueError, match="state_dtype: expected bf16 or fp32 with residual=consensus"):
+        config.replace(state_dtype="compact")
+
+
 def test_strings_become_enums_and_copies_are_validated():
     config = EchoConfig.preset("echo4", policy="zero_aware", directions=["backward"])
     assert config.policy is Policy.zero_aware and config.directions == [Direction.backward]

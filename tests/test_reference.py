@@ -80,6 +80,22 @@ def test_local_residual_is_at_most_half_a_step_and_consensus_as_large_as_x(polic
     assert norms[Residual.local] < 0.3 and 0.7 < norms[Residual.consensus] < 1.3
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm.one_shot, Algorithm.two_shot])
+@pytest.mark.parametrize("forward", Residual)
+@pytest.mark.parametrize("backward", Residual)
+def test_a_direction_s_residual_is_its_own(forward, backward, algorithm):
+    mixed = SimulatedGroup(3, EchoConfig(algorithm=algorithm, residual=forward, backward_residual=backward))
+    apart = {
+        direction: SimulatedGroup(3, EchoConfig(algorithm=algorithm, residual=residual))
+        for direction, residual in ((Direction.forward, forward), (Direction.backward, backward))
+    }
+    generator = torch.Generator().manual_seed(7)
+    for idx in range(4):
+        for direction in Direction:
+            xs, site = list(torch.randn(3, 500, generator=generator)), Site(idx, direction)
+            assert torch.equal(mixed.all_reduce(xs, site), apart[direction].all_reduce(xs, site))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_own_segment_enters_the_sum_exactly(policy):
     """With peers that send zeros, a rank's own segment is only rounded by the gather: one quantization, not two."""

@@ -64,7 +64,7 @@ class EchoCall:
     @property
     def leads_in(self) -> bool:
         """Whether a call leaves work behind that the next one waits for: the consensus residual's update."""
-        return self.config.compensates and self.config.residual is Residual.consensus
+        return self.config.compensates and self.config.residual_of(Direction.forward) is Residual.consensus
 
     def check(self) -> None:
         """Raises CommunicationError if a call so far failed on the GPU."""

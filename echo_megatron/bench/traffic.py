@@ -10,7 +10,7 @@ import torch.distributed as dist
 from echo_megatron.bench.memory import Memory
 from echo_megatron.bench.rows import EXACT, ITEMSIZE, NATIVE, Kind, Row
 from echo_megatron.bench.timing import Timer
-from echo_megatron.config import Algorithm, EchoConfig, Residual, StateDtype
+from echo_megatron.config import Algorithm, Direction, EchoConfig, Residual, StateDtype
 from echo_megatron.reference import Segments, make_quantizer
 
 # Bytes a value of c and of m2; compact has one BF16 scale for 32 values of each.
@@ -99,7 +99,7 @@ def _state_traffic(config: EchoConfig, critical: bool, num_values: int, codes: i
     if not config.compensates:
         return 0.0
     correction, average = (width * num_values for width in STATE_BYTES[config.state_dtype])
-    if config.residual is Residual.local:
+    if config.residual_of(Direction.forward) is Residual.local:
         return 2 * (correction + average)
     if critical:
         return correction

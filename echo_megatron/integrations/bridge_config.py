@@ -33,6 +33,7 @@ class EchoBridgeConfig:
     algorithm: str | None = None
     transport: str | None = None
     residual: str | None = None
+    backward_residual: str | None = None
     rescale: str | None = None
     eta: float | None = None
     a: float | None = None

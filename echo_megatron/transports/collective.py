@@ -66,7 +66,7 @@ class CollectiveTransport:
         output = quantizer.from_basis(reduced, x.numel()).to(x.dtype)
         if compensator is not None:
             returned = reduced if quantizer.rotates else output.to(torch.float32)
-            ranks = (self.config, self.world_size, self.rank)
+            ranks = (self.config, site.direction, self.world_size, self.rank)
             compensator.update(rank_residual(*ranks, values, residual, reduced, returned))
         output = output.view(x.shape)
         if out is not None:

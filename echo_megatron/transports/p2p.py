@@ -80,7 +80,6 @@ class P2PTransport:
         self._sites: dict[tuple[int, int, int], Site] = {}
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self._raw_stream: int | None = None
-        self._updates_later = config.residual is Residual.consensus
         self._updates_beside = True
         self._updates: dict[int, _ConsensusUpdate] = {}
         self._num_sent_bytes = 0
@@ -137,7 +136,7 @@ class P2PTransport:
             state = compensator.raw_state(plan.state_key, plan.num_state_bytes, self._device, is_captured)
             # A replay of a later site's graph follows one of the site before it, whatever ran before the capture.
             fresh = compensator.is_fresh and not (is_captured and site.idx > 0)
-            update = self._update_of(site) if self._updates_later else None
+            update = self._update_of(site) if self._updates_later(site) else None
 
         codes = kept_x = None
         keeps_codes = keep and plan.saves_codes
@@ -185,7 +184,7 @@ class P2PTransport:
         state = compensator.written_state(plan.state_key, plan.num_state_bytes, self._device)
         if state is None:
             return None
-        if self._updates_later:
+        if self._updates_later(site):
             self._update_of(site).wait(self._stream)
         num_values, algorithm = plan.state_key
         return read_correction(state, self.config, algorithm, self.world_size, num_values)
@@ -292,7 +291,7 @@ class P2PTransport:
             options={
                 **self._memory,
                 **records,
-                "residual": index_of(config.residual),
+                "residual": index_of(config.residual_of(site.direction)),
                 "rescale": index_of(config.rescale),
                 "state_dtype": state_dtype,
                 "coefficients": coefficients,
@@ -307,6 +306,9 @@ class P2PTransport:
             decode_options=decode_options,
             update_options={**decode_options, "state_dtype": state_dtype, "coefficients": coefficients},
         )
+
+    def _updates_later(self, site: Site) -> bool:
+        return self.config.residual_of(site.direction) is Residual.consensus
 
     def _update_of(self, site: Site) -> _ConsensusUpdate:
         update = self._updates.get(site.numbers[1])

@@ -26,12 +26,14 @@ WORLD_SIZES = (2, 3, 5)
 
 def draw_config(draw):
     residual = draw.choice(list(Residual))
-    compact = [StateDtype.compact] if residual is Residual.local else []
+    backward_residual = draw.choice((None, *Residual))
+    compact = [] if Residual.consensus in (residual, backward_residual) else [StateDtype.compact]
     return EchoConfig(
         policy=draw.choice(list(Policy)),
         group_size=draw.choice(GROUP_SIZES),
         algorithm=draw.choice((Algorithm.one_shot, Algorithm.two_shot)),
         residual=residual,
+        backward_residual=backward_residual,
         rescale=draw.choice(list(Rescale)),
         state_dtype=draw.choice([StateDtype.bf16, StateDtype.fp32, *compact]),
         eta=draw.choice((0.0, 0.75, 0.75)),

@@ -237,7 +237,7 @@ class Call:
             if self.fresh:
                 self.state.fill_(0xFF)  # NaN, so that reading it shows
             rank.states[site.direction] = (self.state, num_values)
-        self.updates_later = self.compensator is not None and config.residual is Residual.consensus
+        self.updates_later = self.compensator is not None and config.residual_of(site.direction) is Residual.consensus
         self.codes = self.kept_x = None
         if keep_codes or self.updates_later:
             slot_bytes = library.slot_bytes(site.bits, index_of(config.policy), config.group_size)
@@ -248,7 +248,7 @@ class Call:
         self.options = {
             **self.records,
             "rank": rank.rank,
-            "residual": index_of(config.residual),
+            "residual": index_of(config.residual_of(site.direction)),
             "rescale": index_of(config.rescale),
             "state_dtype": index_of(config.state_dtype),
             "fresh": self.fresh,
