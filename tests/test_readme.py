@@ -421,7 +421,11 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert {"quickstart", "test", "venv", "pretrain", "compare"} <= found
 
 
-FRONT_ENDS = {"echo_megatron.integrations.nemo": "nemo.lightning", "echo_megatron.integrations.bridge": "megatron.bridge"}
+# Not "nemo", which tests/nemo would answer to.
+FRONT_ENDS = {
+    "echo_megatron.integrations.nemo": "nemo.lightning",
+    "echo_megatron.integrations.bridge": "megatron.bridge",
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
