@@ -154,6 +154,14 @@ class Communicator:
         self.replays.clear()
         self.transport.destroy()
 
+    def abandon(self) -> None:
+        """In place of `destroy`, after an error that may be this rank's alone: not collective, and no call may follow.
+
+        The transport's memory is kept until the process ends, because other ranks may still write to it.
+        """
+        self.replays.clear()
+        self.transport.abandon()
+
     def reset(self) -> None:
         """Forgets every pass under way: for a caller that gave up a step and goes on."""
         for clock in self._clocks.values():

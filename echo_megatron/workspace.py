@@ -66,6 +66,9 @@ class Workspace:
         return [int(field) for field in self._failure]
 
 
+_abandoned: list[object] = []  # memory that peers may still write to
+
+
 class SymmetricWorkspace(Workspace):
     """A workspace in PyTorch symmetric memory, which maps the peers' buffers.
 
@@ -111,6 +114,14 @@ class SymmetricWorkspace(Workspace):
             gather_numbers(self.group, 0)  # a peer's kernel may still write here
         self._handle = None
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.peers = []
+
+    def abandon(self) -> None:
+        """Ends without waiting for the other ranks; the memory stays theirs to write to until the process ends."""
+        if self._handle is None:
+            return
+        _abandoned.append((self.buffer, self._handle))
+        self._handle = None
         self.peers = []
 
 

@@ -285,6 +285,31 @@ def test_uninstall_restores_the_model():
     assert run_ranks(uninstalled, 2) == [True] * 2
 
 
+def abandoned(rank, world_size):
+    trainer = build_trainer(tp=world_size)
+    modules = [m for m in trainer.chunks[0].modules() if hasattr(m, "tp_group")]
+    before = [module.tp_group for module in modules]
+    installation = install(trainer.chunks, ECHO4)
+    run_step(trainer, 0)
+    calls = []
+    installation.communicator.transport.destroy = lambda: calls.append("destroy")
+    installation.communicator.transport.abandon = lambda: calls.append("abandon")
+    if rank == 0:  # alone: nothing here may wait for rank 1
+        installation.abandon()
+        installation.abandon()
+    dist.barrier()
+    if rank == 1:
+        installation.abandon()
+    assert set(calls) == {"abandon"}
+    assert all(module.tp_group is group for module, group in zip(modules, before, strict=True))
+    return run_step(trainer, 1)
+
+
+def test_one_rank_alone_can_abandon_the_installation():
+    losses = run_ranks(abandoned, 2)
+    assert losses[0] == losses[1]
+
+
 def checkpointed(rank, world_size, folder):
     from pathlib import Path
 

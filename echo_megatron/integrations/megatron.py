@@ -54,6 +54,20 @@ class Installation:
 
         Collective. Calling it twice does no harm.
         """
+        self._restore()
+        if self.communicator is not None:
+            self.communicator.destroy()
+
+    def abandon(self) -> None:
+        """In place of `uninstall`, after an error that may be this rank's alone: waits for no other rank.
+
+        The model is as it was; the communicator's memory is kept until the process ends.
+        """
+        self._restore()
+        if self.communicator is not None:
+            self.communicator.abandon()
+
+    def _restore(self) -> None:
         for found in self._found:
             group = tensor_parallel_group(found.linear)
             if isinstance(group, EchoProcessGroup):
@@ -61,8 +75,6 @@ class Installation:
             assert self._group is not None
             set_tensor_parallel_group(found.linear, self._group)
         self._found.clear()
-        if self.communicator is not None:
-            self.communicator.destroy()
 
     def reset(self) -> None:
         """Forgets the passes under way: for a training loop that catches an error, drops the step and goes on."""

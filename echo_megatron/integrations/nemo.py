@@ -123,14 +123,10 @@ class EchoTPComm(Callback, IOMixin):
         self._uninstall()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self._installation is None:
-            return
-        # Before all else: where one rank alone has failed, giving memory back may wait for the others.
-        logging.error(f"EchoTPComm: uninstalling after {type(exception).__name__}: {exception}")
-        try:
-            self._uninstall()
-        except Exception as error:  # the training's own exception is the one to be raised
-            logging.error(f"EchoTPComm: uninstalling failed with {type(error).__name__}: {error}")
+        """Gives the model back without waiting for the other ranks: the exception may be this rank's alone."""
+        installation, self._installation, self._inspector = self._installation, None, None
+        if installation is not None:
+            installation.abandon()
 
     def _install(self, trainer: Any) -> None:
         if self._installation is not None or not self._config.quantizes:

@@ -118,6 +118,9 @@ class CollectiveTransport:
     def destroy(self) -> None:
         """Nothing to give back."""
 
+    def abandon(self) -> None:
+        """Nothing to keep."""
+
     def _one_shot(
         self, values: Tensor, quantizer: Quantizer, exponent: Tensor | None, site: Site
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:

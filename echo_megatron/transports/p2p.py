@@ -243,6 +243,12 @@ class P2PTransport:
         if isinstance(self.workspace, SymmetricWorkspace):
             self.workspace.destroy()
 
+    def abandon(self) -> None:
+        """See `Transport.abandon`."""
+        self._updates.clear()
+        if isinstance(self.workspace, SymmetricWorkspace):
+            self.workspace.abandon()
+
     def _begin(self, x: Tensor, site: Site) -> Tensor:
         """The contiguous input, ordered behind the communicator's last call."""
         self.check()

@@ -108,3 +108,7 @@ class Transport(Protocol):
     def destroy(self) -> None:
         """Gives its memory back; collective, and the last call."""
         ...
+
+    def abandon(self) -> None:
+        """In place of `destroy`, where the other ranks may not come: waits for nobody and keeps its memory."""
+        ...

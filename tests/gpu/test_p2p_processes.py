@@ -429,6 +429,15 @@ def end_in_any_order(rank, world_size, order):
         communicator.destroy()
         with pytest.raises(CommunicationError, match="destroyed"):
             communicator.all_reduce(contribution(rank, 100, 0), forward(0))
+    if order == "abandoned by one rank":
+        if rank == 0:
+            communicator.abandon()
+            communicator.abandon()
+            with pytest.raises(CommunicationError, match="destroyed"):
+                communicator.all_reduce(contribution(rank, 100, 0), forward(0))
+        dist.barrier()
+        if rank != 0:
+            communicator.abandon()
     if order == "group destroyed, then collect":
         dist.destroy_process_group()
     del communicator
@@ -436,7 +445,9 @@ def end_in_any_order(rank, world_size, order):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("order", ["destroy, then collect", "group destroyed, then collect", "never destroyed"])
+@pytest.mark.parametrize(
+    "order", ["destroy, then collect", "group destroyed, then collect", "abandoned by one rank", "never destroyed"]
+)
 def test_the_end_does_not_hang(order):
     run_ranks(end_in_any_order, order, timeout_s=90)
 
