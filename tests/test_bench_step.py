@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from distributed import run_ranks
 
 from echo_megatron.bench import step, step_figure, step_profile, step_tables
-from echo_megatron.bench.step_load import Copied, Load
+from echo_megatron.bench.step_load import Copied, Load, Loaded
 from echo_megatron.bench.step_models import MODELS, fitting_layers
 from echo_megatron.bench.step_profile import Kernel
 from echo_megatron.bench.step_settings import all_settings, num_sites, skipping
-from echo_megatron.bench.step_timing import Block, Shares, Spread, fits, gained_share, spread, time_block
-from echo_megatron.config import EchoConfig, StateDtype
+from echo_megatron.bench.step_timing import Block, Ranks, Shares, Spread, fits, gained_share, spread, time_block
+from echo_megatron.config import EchoConfig, StateDtype, TransportName
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -88,10 +89,11 @@ class TestProfile:
     exact = "void echo::(anonymous namespace)::exact_kernel<(echo::Dtype)0>(echo::ExactArguments)"
 
     def test_kernels_are_known_by_their_names(self) -> None:
-        calls = [self.nccl, self.echo, self.exact]
-        assert all(step_profile.is_call(Kernel(name, 0, 1)) for name in calls)
-        others = ["void echo::update_kernel<4>(echo::RecordArguments)", "ncclDevKernel_AllGather_RING_LL", "sm90_gemm"]
-        assert not any(step_profile.is_call(Kernel(name, 0, 1)) for name in others)
+        for call in (self.nccl, self.echo, self.exact):
+            first = Kernel(self.nccl, 0, 1)
+            assert step_profile.site_calls([first, Kernel(call, 2, 3)], 1) == [Kernel(call, 2, 3)]
+        for other in ("void echo::update_kernel<4>(echo::RecordArguments)", "ncclDevKernel_AllGather_RING", "gemm"):
+            assert step_profile.site_calls([Kernel(other, 0, 1), Kernel(other, 2, 3)], 1) == []
 
     def test_the_sites_calls_of_nccl_follow_the_embeddings(self) -> None:
         kernels = [Kernel(self.nccl, 10 * idx, 10 * idx + idx + 1) for idx in range(7)]
@@ -236,10 +238,11 @@ class TestTables:
 
 class TestOptions:
     def test_settings(self) -> None:
-        settings = all_settings(60.0)
+        settings = all_settings(60.0, TransportName.p2p)
         assert list(settings) == ["nccl16", "echo4", "echo4_compact", "echo8", "skipped"]
         compact = settings["echo4_compact"].config
-        assert compact is not None and compact.state_dtype is StateDtype.compact and compact.timeout_s == 60
+        assert compact is not None and compact.state_dtype is StateDtype.compact
+        assert compact.timeout_s == 60 and compact.transport is TransportName.p2p
         assert settings["nccl16"].config is None and settings["skipped"].config is None
 
     def test_loads(self) -> None:
@@ -323,6 +326,56 @@ class TestSkipped:
             assert before == after != inside and found["same_gradients"]
 
 
+def _fail_on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from echo_megatron.bench import step_run
+    from echo_megatron.integrations.megatron import Installation
+    from echo_megatron.pretrain.cpu_shims import install_cpu_shims
+
+    def failing(installation: Installation) -> None:
+        raise RuntimeError("planted")
+
+    install_cpu_shims()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size, distributed_timeout_minutes=1)
+    options = step.parse_arguments(["--models", "tiny", "--settings", "echo8", "--loads", "0", "--rounds", "2"], "")
+    if rank == 1:
+        Installation.check = failing  # type: ignore[method-assign]
+    ranks = Ranks(torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=60)))
+    bench = step_run.StepBench(options, torch.device("cpu"), ranks, None, time.monotonic())
+    status = bench.run()
+    return {"status": status, **bench.results()}
+
+
+class TestFailure:
+    def test_of_one_rank_is_all_ranks(self) -> None:
+        first, second = run_ranks(_fail_on_one_rank, 2, timeout_s=120.0)
+        assert first["status"] == second["status"] == 1
+        assert first["left_out"] == {"tiny, echo8": "failed on another rank"}
+        assert second["left_out"] == {"tiny, echo8": "RuntimeError: planted"}
+        for results in (first, second):
+            assert [(row["setting"], row["rounds"]) for row in results["rows"]] == [("nccl16", 2)]
+
+    def test_a_copier_that_has_ended_is_an_error(self) -> None:
+        class Ended:
+            duty = None
+
+            def wait_until_ready(self) -> None:
+                raise RuntimeError("does not run")
+
+            def set_duty(self, duty: float) -> None:
+                self.duty = duty
+
+        class Alone:
+            def any(self, flag: bool) -> bool:
+                return flag
+
+        load = Ended()
+        with pytest.raises(RuntimeError, match="does not run"), Loaded(load, 50, Alone()):  # type: ignore[arg-type]
+            pytest.fail("it began")
+        assert load.duty == 0.0
+
+
 @pytest.mark.slow
 class TestRun:
     def run(self, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -356,6 +409,13 @@ class TestRun:
         assert ran.returncode == 1
         results = json.loads((tmp_path / "step.json").read_text())
         assert results["rows"] == [] and results["left_out"]["tiny"] == "--budget-s 0.01"
+
+    def test_a_setting_that_fails_is_left_out_and_the_rest_goes_on(self, tmp_path: Path) -> None:
+        ran = self.run(tmp_path, "--rounds", "1", "--settings", "echo4", "skipped", "--transport", "p2p")
+        assert ran.returncode == 1
+        results = json.loads((tmp_path / "step.json").read_text())
+        assert [row["setting"] for row in results["rows"]] == ["nccl16", "skipped"]
+        assert "transport p2p" in results["left_out"]["tiny, echo4"]
 
     def test_unknown_settings_are_refused(self, tmp_path: Path) -> None:
         ran = self.run(tmp_path, "--settings", "echo5")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from echo_megatron.bench.step_load import Load
 from echo_megatron.bench.step_models import DEFAULT_MODELS, MODELS, TRANSFORMER_ENGINE, layers_kind
 from echo_megatron.bench.step_timing import Ranks
+from echo_megatron.config import TransportName
 from echo_megatron.pretrain.quiet import quieten_libraries
 from echo_megatron.result_files import write_results
 
@@ -39,13 +40,16 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument(
         "--loads", "--load", nargs="+", type=_load, default=list(LOADS), help="duty cycles of the copies, in per cent"
     )
-    parser.add_argument("--layers", type=_positive, help="transformer layers; default the model's, or as many as fit")
+    parser.add_argument(
+        "--layers", type=_positive, help="transformer layers; default the model's; fewer where they do not fit"
+    )
     parser.add_argument("--batch", type=_positive, help="sequences; default by model")
     parser.add_argument("--sequence", type=_positive, help="tokens of a sequence; default by model")
-    parser.add_argument("--rounds", type=_positive, default=3, help="visits to every setting, at each load, at most")
-    parser.add_argument("--steps", type=_positive, default=2, help="timed steps of a visit, and timed prefills")
+    parser.add_argument("--rounds", type=_positive, default=4, help="visits to every setting, at each load, at most")
+    parser.add_argument("--steps", type=_positive, default=1, help="timed steps of a visit, and timed prefills")
     parser.add_argument("--budget-s", type=float, default=380.0, help="seconds that the parts are fitted into")
     parser.add_argument("--timeout-s", type=float, default=90.0, help="how long a rank waits for another")
+    parser.add_argument("--transport", choices=list(TransportName.__members__), default="auto", help="of Echo's")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiler")
     parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md")
     parser.add_argument("--name", default="step")
@@ -97,15 +101,15 @@ def render(path: Path) -> None:
 
 
 def _measure(options: argparse.Namespace, device: torch.device, load: Load | None, start: float) -> int:
+    if int(os.environ["RANK"]):
+        warnings.filterwarnings("ignore")  # the first rank's are enough
+    quieten_libraries()
     if device.type == "cpu":
         from echo_megatron.pretrain.cpu_shims import install_cpu_shims
 
         install_cpu_shims()
     else:
         torch.cuda.set_device(device)
-    if device.index:
-        warnings.filterwarnings("ignore")  # the first rank's are enough
-    quieten_libraries()
     if layers_kind(device) == TRANSFORMER_ENGINE:
         importlib.import_module("transformer_engine.pytorch")  # before Megatron-core looks for it
     from megatron.core import parallel_state
@@ -121,7 +125,8 @@ def _measure(options: argparse.Namespace, device: torch.device, load: Load | Non
             distributed_timeout_minutes=max(1, round(options.timeout_s / 60)),
             create_gloo_process_groups=False,
         )
-        ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
+        # Longer than anything else waits: a rank that failed at once meets those that waited for it in vain.
+        ranks = Ranks(dist.new_group(backend="gloo", timeout=3 * timeout))
         return StepBench(options, device, ranks, load, start).run()
     finally:
         gc.collect()  # a model's last references: its groups end before torch.distributed does

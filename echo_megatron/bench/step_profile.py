@@ -53,11 +53,6 @@ def record(run: Callable[[], object]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
-def is_call(kernel: Kernel) -> bool:
-    """Whether it is an all-reduce, NCCL's or Echo's."""
-    return bool(ECHO_CALL.search(kernel.name) or NCCL_CALL.search(kernel.name))
-
-
 def site_calls(kernels: Sequence[Kernel], num_sites: int) -> list[Kernel]:
     """The sites' calls among the kernels of one pass.
 

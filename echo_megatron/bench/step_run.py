@@ -21,12 +21,13 @@ from echo_megatron.bench.step_load import Copied, Load, Loaded
 from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers, layers_kind
 from echo_megatron.bench.step_settings import NCCL, SKIPPED, Setting, all_settings, installed, memory_of, num_sites
 from echo_megatron.bench.step_timing import Block, Ranks, Shares, fits, time_block
+from echo_megatron.config import TransportName
 from echo_megatron.result_files import made_by, write_results
 
 UNRECORDED = ("render", "commit")  # options that say nothing about the results
 LOADED = (NCCL, "echo4", SKIPPED)  # settings at loads above 0
 PROFILED = (NCCL, "echo4")
-MARGIN_BYTES = 6 << 30  # stays free after a 16-bit step: Echo's state and workspace, the copies' buffers
+MARGIN_BYTES = 4 << 30  # that a 16-bit step must not need: Echo's state and workspace, and holes between tensors
 LINK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 LINK_CALLS, LINK_WARMUP, LINK_ALONE_S = 20, 5, 0.25
 # How long parts take, in visits of a setting.
@@ -65,7 +66,7 @@ class StepBench:
     ) -> None:
         self.options, self.device, self.ranks, self.load = options, device, ranks, load
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        known = all_settings(options.timeout_s)
+        known = all_settings(options.timeout_s, TransportName[options.transport])
         if unknown := sorted(set(options.settings or []) - set(known)):
             raise ValueError(f"--settings: expected some of {', '.join(known)}; got {', '.join(unknown)}")
         self.settings = [
@@ -221,14 +222,14 @@ class StepBench:
 
         def attempt(num_layers: int) -> bool:
             fits_here, error = True, None
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             try:
                 self._workload = Workload(shape, num_layers, batch, sequence, self.device)
                 for run in (self._workload.step, self._workload.prefill):
                     run()
                     run()  # what compiles for the first time is slow and may need more memory
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                    fits_here = torch.cuda.mem_get_info()[0] > MARGIN_BYTES
+                fits_here = self._unneeded_bytes() > MARGIN_BYTES
             except torch.OutOfMemoryError:
                 fits_here = False
             except FAILURES as caught:
@@ -257,6 +258,14 @@ class StepBench:
             "message_bytes": batch * sequence * shape.hidden * itemsize,
         }
         return f"{num_layers} of {shape.num_layers} layers, batch {batch} x {sequence}"
+
+    def _unneeded_bytes(self) -> float:
+        """Of this rank's GPU what neither others use nor its own tensors did at their peak."""
+        if self.device.type == "cpu":
+            return float("inf")
+        torch.cuda.synchronize()
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
 
     def _measure(self, name: str, workload: Workload, load: int, deadline: float) -> str:
         """Rounds over the settings until they are done or the part's time is."""

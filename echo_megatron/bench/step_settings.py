@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import EchoConfig, StateDtype
+from echo_megatron.config import EchoConfig, StateDtype, TransportName
 from echo_megatron.integrations.linears import set_tensor_parallel_group, tensor_parallel_group
 from echo_megatron.integrations.megatron import Installation, install
 from echo_megatron.integrations.megatron_sites import find_sites
@@ -36,14 +36,14 @@ class Setting:
     config: EchoConfig | None = None
 
 
-def all_settings(timeout_s: float) -> dict[str, Setting]:
+def all_settings(timeout_s: float, transport: TransportName) -> dict[str, Setting]:
     """Every setting by name; the group's own all-reduce, what the others are compared with, is the first."""
-    echo4 = EchoConfig.preset("echo4", timeout_s=timeout_s)
+    echo4, echo8 = (EchoConfig.preset(name, timeout_s=timeout_s, transport=transport) for name in ("echo4", "echo8"))
     settings = [
         Setting(NCCL),
         Setting("echo4", echo4),
         Setting("echo4_compact", echo4.replace(state_dtype=StateDtype.compact)),
-        Setting("echo8", EchoConfig.preset("echo8", timeout_s=timeout_s)),
+        Setting("echo8", echo8),
         Setting(SKIPPED),
     ]
     return {setting.name: setting for setting in settings}
