@@ -21,6 +21,18 @@ def composed(*overrides: str) -> PretrainConfig:
         return from_composed(compose("pretrain", list(overrides)))
 
 
+def test_the_stand_in_s_arms_differ_in_communication_alone() -> None:
+    arms = {name: composed(f"experiment=qwen3_gutenberg_{name}") for name in ("16bit", "echo4")}
+    for name, config in arms.items():
+        assert config.name == f"qwen3_gutenberg_{name}"
+        assert config.trainer.world_size == config.trainer.tensor_parallel == 2
+        assert config.trainer.global_batch_size * config.model.sequence_length == 65_536
+        assert (config.optim.lr, config.optim.warmup_steps, config.trainer.max_steps) == (3.0e-4, 100, 1000)
+    assert not arms["16bit"].tp_comm.quantizes and arms["echo4"].tp_comm == EchoConfig.preset("echo4")
+    arms["16bit"].tp_comm, arms["16bit"].name = arms["echo4"].tp_comm, arms["echo4"].name
+    assert arms["16bit"] == arms["echo4"]
+
+
 @pytest.mark.parametrize(("experiment", "bits", "lr"), [("16bit", 16, 3.0e-4), ("echo4", 4, 3.5e-4)])
 def test_paper_runs(experiment: str, bits: int, lr: float) -> None:
     config = composed(f"experiment=qwen3_dolma_c4_{experiment}")
