@@ -48,7 +48,7 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument("--rounds", type=_positive, default=4, help="visits to every setting, at each load, at most")
     parser.add_argument("--steps", type=_positive, default=1, help="timed steps of a visit, and timed prefills")
     parser.add_argument("--budget-s", type=float, default=380.0, help="seconds that the parts are fitted into")
-    parser.add_argument("--timeout-s", type=float, default=90.0, help="how long a rank waits for another")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="how long a rank waits for another")
     parser.add_argument("--transport", choices=list(TransportName.__members__), default="auto", help="of Echo's")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiler")
     parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md")
