@@ -28,6 +28,7 @@ UNRECORDED = ("render", "commit")  # options that say nothing about the results
 LOADED = (NCCL, "echo4", SKIPPED)  # settings at loads above 0
 PROFILED = (NCCL, "echo4")
 MARGIN_BYTES = 4 << 30  # that a 16-bit step must not need: Echo's state and workspace, and holes between tensors
+ROOM_BYTES = 2 << 30  # of the GPU must be free when Echo's workspace is made, which PyTorch's cache cannot give
 LINK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 LINK_CALLS, LINK_WARMUP, LINK_ALONE_S = 20, 5, 0.25
 # How long parts take, in visits of a setting.
@@ -295,8 +296,9 @@ class StepBench:
     def _visit(self, setting: Setting, workload: Workload, with_memory: bool) -> dict[str, Any] | None:
         """One visit; None where it failed on some rank."""
         error = None
-        if with_memory and self.device.type == "cuda":
-            self._free(workload)
+        if self.device.type == "cuda":
+            if with_memory or torch.cuda.mem_get_info()[0] < ROOM_BYTES:
+                self._free(workload)
             torch.cuda.reset_peak_memory_stats()
         # Nothing within `try` agrees among the ranks: one that fails would answer in another's place.
         try:
