@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from distributed import run_ranks
 
 from echo_megatron.bench import step, step_figure, step_profile, step_tables
 from echo_megatron.bench.step_load import Copied, Load, Loaded
-from echo_megatron.bench.step_models import MODELS, fitting_layers
+from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers
 from echo_megatron.bench.step_profile import Kernel
 from echo_megatron.bench.step_settings import all_settings, num_sites, skipping
 from echo_megatron.bench.step_timing import Block, Ranks, Shares, Spread, fits, gained_share, spread, time_block
@@ -324,6 +325,36 @@ class TestSkipped:
             assert found["calls"] == found["covered"] == 16 and found["left"] == 0
             before, inside, after = found["losses"]
             assert before == after != inside and found["same_gradients"]
+
+
+def _work(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from echo_megatron.pretrain.cpu_shims import install_cpu_shims
+
+    install_cpu_shims()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    small = {"hidden": 64, "ffn": 96, "heads": 4, "groups": 2, "kv_channels": 16, "vocab": 128}
+    found = {}
+    for name in ("qwen3_0p6b", "llama3_8b"):  # with and without norms of queries and keys, tied and not
+        work = Workload(replace(MODELS[name], **small), 2, 3, 8, torch.device("cpu"))
+        rows: list[int] = []
+        work.model.output_layer.register_forward_hook(lambda head, given, got: rows.append(got[0].shape[0]))  # noqa: B023
+        work.prefill()
+        work.step()
+        names = {name.rpartition("layernorm")[0] for name, _ in work.model.named_parameters()}
+        grads = [parameter.grad for parameter in work.model.parameters()]
+        work.prefill()
+        found[name] = (rows, any("q_" in name for name in names), all(grad is not None for grad in grads), work.loss())
+    return found
+
+
+class TestWorkload:
+    def test_a_step_needs_all_positions_and_a_prefill_the_last(self) -> None:
+        [found] = run_ranks(_work, 1)
+        for name, (rows, with_norms, with_grads, loss) in found.items():
+            assert rows == [1, 8, 1] and with_grads and 4 < loss < 6, name  # ln 128 = 4.85
+            assert with_norms == (name == "qwen3_0p6b")
 
 
 def _fail_on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
