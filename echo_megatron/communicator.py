@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,7 @@ class Communicator:
         self.config = config
         self.transport, self._why = _make_transport(group, config)
         self.replays = ReplayCache(max_passes)
+        self.site_groups: list[Any] = []  # the `EchoProcessGroup`s that send their sums here
         self._is_recomputed = is_recomputed
         self._clocks = {direction: PassClock() for direction in Direction}
         self._compensators = {direction: Compensator(config) for direction in Direction}

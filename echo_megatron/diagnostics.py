@@ -27,7 +27,7 @@ from echo_megatron.communicator import Communicator
 from echo_megatron.compensator import Compensator
 from echo_megatron.config import Direction, Rescale
 from echo_megatron.diagnostics_errors import PassErrors, grid_use, ratio
-from echo_megatron.process_group import EchoProcessGroup, groups_of
+from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.reference import finite_amax, make_quantizer
 from echo_megatron.replay import inside_backward
 from echo_megatron.sites import PassClock, Site
@@ -171,7 +171,7 @@ class _Measurement:
         # Attributes of the objects hide their classes' methods: a step that is not measured runs what it always runs.
         self._replaced: list[tuple[Any, str, Any]] = []
         self._all_reduce = self._replace(self._transport, "all_reduce", self._observe)
-        for group in groups_of(communicator):
+        for group in communicator.site_groups:
             call_for = group._call_for
             self._replace(group, "_call_for", partial(self._choose, group, call_for))
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from echo_megatron.communicator import Communicator
 from echo_megatron.sites import Site
@@ -27,7 +26,7 @@ class EchoProcessGroup(dist.ProcessGroup):
 
     Megatron's and Transformer Engine's linears end in `torch.distributed.all_reduce(t, group=<the module's group>)`.
     This group sends that call, when it is the site's sum of activations or gradients, to the communicator; every other
-    collective and every other all-reduce goes to the real group.
+    collective and every other all-reduce goes to the real group, whose equal it is.
 
     Args:
         communicator: does the quantized all-reduce.
@@ -44,7 +43,7 @@ class EchoProcessGroup(dist.ProcessGroup):
         self.hidden_size = hidden_size
         self._is_active = is_active
         self._min_bytes = {dtype: communicator.min_bytes(dtype) for dtype in _DTYPES}
-        self._register()
+        communicator.site_groups.append(self)
 
     def takes(self, x: Tensor, op: Any) -> bool:
         """Whether this all-reduce is the site's own and large enough to quantize, or small enough to sum exactly."""
@@ -137,26 +136,19 @@ class EchoProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
         return self.real_group.barrier(dist.BarrierOptions() if opts is None else opts)
 
-    def _register(self) -> None:
-        """Lets `torch.distributed` answer for this group: its backend, this rank in it, its ranks.
+    # `torch.distributed` keeps what it knows of a group (backend, ranks, name) in dictionaries by group. As the real
+    # group's equal this one finds the real group's entries, and whoever lists all groups (torch.profiler, the end of
+    # the process group) meets the real one alone.
 
-        Without it `get_rank(group)` fails, and PyTorch's own error logging replaces an error of a collective by
-        "group not registered".
-        """
-        world = distributed_c10d._world
-        world.pg_map[self] = world.pg_map[self.real_group]
-        world.pg_group_ranks[self] = world.pg_group_ranks[self.real_group]
+    def __eq__(self, other: object) -> bool:
+        return self.real_group is (other.real_group if isinstance(other, EchoProcessGroup) else other)
 
-    def unregister(self) -> None:
-        """Undoes the registration."""
-        distributed_c10d._world.pg_map.pop(self, None)
-        distributed_c10d._world.pg_group_ranks.pop(self, None)
+    def __hash__(self) -> int:
+        return hash(self.real_group)
 
-
-def groups_of(communicator: Communicator) -> list[EchoProcessGroup]:
-    """The registered groups that send their all-reduces to `communicator`."""
-    groups = (group for group in distributed_c10d._world.pg_map if isinstance(group, EchoProcessGroup))
-    return [group for group in groups if group.communicator is communicator]
+    def close(self) -> None:
+        """No linear calls it any more."""
+        self.communicator.site_groups = [group for group in self.communicator.site_groups if group is not self]
 
 
 class _CompletedWork(dist.Work):

@@ -18,7 +18,7 @@ from echo_megatron.compensator import remaining, source_bound
 from echo_megatron.config import Algorithm, Direction, Policy, Rescale, Residual, StateDtype
 from echo_megatron.diagnostics import QUANTITIES, Inspector
 from echo_megatron.diagnostics_errors import PassErrors, grid_use, norm
-from echo_megatron.process_group import EchoProcessGroup, groups_of
+from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.quantizer import Quantizer
 from echo_megatron.reference import SimulatedGroup, make_quantizer, num_sent_bytes
 from echo_megatron.sites import Site
@@ -218,7 +218,7 @@ def measured_calls(rank, world_size, config, dtype):
         metrics.append(inspector.end_step())
         assert "all_reduce" not in vars(communicator.transport) and all("_call_for" not in vars(g) for g in groups)
     for group in groups:
-        group.unregister()
+        group.close()
     return metrics, outputs
 
 
@@ -283,7 +283,7 @@ def exact_and_foreign_calls(rank, world_size):
     communicator = Communicator(dist.group.WORLD, EchoConfig(min_bytes=8 * HIDDEN * 4 + 1))
     site, active = Site(0, Direction.forward, "layers.0.mlp.linear_fc2"), [True]
     group = EchoProcessGroup(communicator, site, HIDDEN, lambda: active[0])
-    assert groups_of(communicator) == [group]
+    assert [own is group for own in communicator.site_groups] == [True]
     inspector = Inspector(SimpleNamespace(communicator=communicator, uses_cuda_graphs=False), 10)
     tags = []
     for rows in ((8,), (9, 8, 8)):

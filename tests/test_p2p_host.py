@@ -774,7 +774,7 @@ def group(communicate, monkeypatch):
     monkeypatch.setitem(world.pg_group_ranks, communicator.group, {})
     group = EchoProcessGroup(communicator, site(6), 64, lambda: True)
     yield group
-    group.unregister()
+    group.close()
 
 
 class TestProcessGroup:

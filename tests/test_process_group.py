@@ -51,7 +51,7 @@ def site_sums(rank, world_size, is_async):
         work = dist.all_reduce(x, group=group, async_op=is_async)
         if is_async:
             assert work.wait() and work.is_completed()
-        group.unregister()
+        group.close()
         sums.append(x.clone())
         assert x.data_ptr() == address
         assert storage.isnan().sum() == storage.numel() - x.numel(), "nothing beside x is written"
@@ -87,3 +87,30 @@ def test_small_messages_stay_the_real_group_s():
     for (takes_small, small), (takes_large, large) in ranks:
         assert not takes_small and torch.equal(small, exact[:8])
         assert takes_large and not torch.equal(large, exact[:9])
+
+
+def known_to_torch(rank, world_size):
+    """What asks `torch.distributed` about groups finds the real group: profilers, ranks, backends, the end."""
+    from torch.distributed import distributed_c10d
+    from torch.profiler import ProfilerActivity, profile
+
+    real, other = (dist.new_group(list(range(world_size))) for _ in range(2))
+    before = distributed_c10d._world.pg_config_info
+    communicator = Communicator(real, CONFIG)
+    groups = [EchoProcessGroup(communicator, Site(idx, Direction.forward), HIDDEN, lambda: True) for idx in range(3)]
+    for group in groups:
+        assert group == real and real == group and hash(group) == hash(real) and group != other
+        assert dist.get_rank(group) == rank and dist.get_process_group_ranks(group) == list(range(world_size))
+        assert dist.get_backend_config(group) == dist.get_backend_config(real)
+    assert distributed_c10d._world.pg_config_info == before
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(share(rank, 0), group=groups[0])
+    assert any("all_gather" in event.key for event in profiler.key_averages())
+    groups[1].close()
+    assert [group.site.idx for group in communicator.site_groups] == [0, 2]
+    dist.destroy_process_group(real)
+    return True
+
+
+def test_torch_distributed_knows_the_group_as_the_real_one():
+    assert run_ranks(known_to_torch, 2) == [True] * 2

@@ -59,6 +59,7 @@ class SkippingCommunicator:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.num_skipped = 0
+        self.site_groups: list[EchoProcessGroup] = []
 
     def min_bytes(self, dtype: torch.dtype) -> int:
         return 0
@@ -87,7 +88,7 @@ def skipping(model: nn.Module) -> Iterator[SkippingCommunicator]:
         yield communicator
     finally:
         for one, own in zip(found, groups, strict=False):
-            own.unregister()
+            own.close()
             set_tensor_parallel_group(one.linear, group)
 
 

@@ -71,7 +71,7 @@ class Installation:
         for found in self._found:
             group = tensor_parallel_group(found.linear)
             if isinstance(group, EchoProcessGroup):
-                group.unregister()
+                group.close()
             assert self._group is not None
             set_tensor_parallel_group(found.linear, self._group)
         self._found.clear()
