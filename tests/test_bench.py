@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -354,10 +355,11 @@ class TestTimer:
 
 class TestTune:
     def test_candidates_are_legal_entries(self) -> None:
-        for direction in Direction:
-            for size in tune.SIZES:
-                for choice in tune.candidates(direction, size, 132):
-                    assert Entry.from_json(Entry(choice).to_json()).choice == choice
+        for size, multiprocessors in itertools.product(tune.SIZES, (132, 64, 20)):
+            choices = tune.candidates(size, multiprocessors)
+            assert len(set(choices)) == len(choices)
+            assert max(choice.num_blocks for choice in choices) == multiprocessors
+            assert all(Entry.from_json(Entry(choice).to_json()).choice == choice for choice in choices)
 
     def test_the_smallest_grid_among_the_as_good(self) -> None:
         def choice(blocks: int, depth: int = 1) -> Choice:

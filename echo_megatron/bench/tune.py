@@ -30,14 +30,15 @@ from echo_megatron.transports.p2p import P2PTransport
 from echo_megatron.tuning import Choice, Entry, Table, user_table_path
 
 SIZES = tuple(kib * KIB for kib in (4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144))
-# Thread blocks; forward also one for every multiprocessor.
-BLOCKS = {Direction.forward: (16, 32, 64, 96), Direction.backward: (8, 16, 24, 32)}
+BLOCKS = (8, 16, 32, 64, 96)  # thread blocks, and one for every multiprocessor
 DEPTHS = (1, 2, 4)
 SMALLEST_DEEP = 16 * MIB  # below it a team has few tiles: depth 1
 POLICIES = {Policy.rotated: 32, Policy.zero_aware: 128}
 AS_GOOD = 1.03  # of choices within 3 % of the fastest, the one with fewer blocks, then the greater depth
 EXACT_MAY_TAKE = 1.1
-WGRAD = (4096, 7168)  # of the matmul beside a backward call: hidden and FFN of a rank
+# Of the matmul beside a backward call: hidden size and a rank's outputs, between those of models of 0.6 B and 8 B
+# parameters. Beside a longer one a call of few blocks is hidden, and looks as good as any.
+WGRAD = (2048, 4096)
 
 Measure = Callable[[Choice], float]
 
@@ -76,9 +77,9 @@ def dump(content: Mapping[str, Any]) -> str:
     return text.replace('"entries": []', f'"entries": [\n  {lines}\n ]') + "\n"
 
 
-def candidates(direction: Direction, num_bytes: int, multiprocessors: int) -> list[Choice]:
+def candidates(num_bytes: int, multiprocessors: int) -> list[Choice]:
     """The choices that are measured at a size."""
-    blocks = BLOCKS[direction] + ((multiprocessors,) if direction is Direction.forward else ())
+    blocks = (*(few for few in BLOCKS if few < multiprocessors), multiprocessors)
     depths = DEPTHS if num_bytes >= SMALLEST_DEEP else (1,)
     algorithms = (Algorithm.one_shot, Algorithm.two_shot)
     return [Choice(*values) for values in itertools.product(algorithms, blocks, depths)]
@@ -131,7 +132,7 @@ def _tune_direction(
         if direction is Direction.backward:
             measure = _backward_measure(call, inputs, timer, size, group.size())
         times = {}
-        for choice in candidates(direction, size, transport.workspace.max_blocks):
+        for choice in candidates(size, transport.workspace.max_blocks):
             transport.table = Table.always(choice)
             inputs.fill()
             times[choice] = measure()
