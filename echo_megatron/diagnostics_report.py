@@ -186,33 +186,21 @@ def draw(inspection: Inspection, step: int, path: Path) -> None:
 
 
 def _draw_errors(axes: Axes, sites: list[SiteValues], label: str, alpha: float) -> None:
-    axes.plot(
-        _column(sites, "relative_error"),
-        ".-",
-        markersize=4,
-        color="#0072B2",
-        alpha=alpha,
-        label=f"relative error, {label}",
-    )
-    injected = f"injected by the call, {label}"
-    axes.plot(_column(sites, "injected_error"), ".--", markersize=4, color="#E69F00", alpha=alpha, label=injected)
+    _draw(axes, sites, "relative_error", f"relative error, {label}", "#0072B2", ".-", alpha)
+    _draw(axes, sites, "injected_error", f"injected by the call, {label}", "#E69F00", ".--", alpha)
     axes.set_ylabel("error / norm of the exact sum")
     axes.set_ylim(bottom=0)
 
 
 def _draw_accumulated(axes: Axes, sites: list[SiteValues], label: str, alpha: float) -> None:
-    axes.plot(
-        _column(sites, "accumulated_error"),
-        ".-",
-        markersize=4,
-        color="#0072B2",
-        alpha=alpha,
-        label=f"accumulated error, {label}",
-    )
-    bound = f"its bound, {label}"
-    axes.plot(_column(sites, "accumulated_bound"), ".--", markersize=4, color="#000000", alpha=alpha, label=bound)
+    _draw(axes, sites, "accumulated_error", f"accumulated error, {label}", "#0072B2", ".-", alpha)
+    _draw(axes, sites, "accumulated_bound", f"its bound, {label}", "#000000", ".--", alpha)
     axes.set_yscale("log")
     axes.set_ylabel("norm")
+
+
+def _draw(axes: Axes, sites: list[SiteValues], quantity: str, label: str, color: str, line: str, alpha: float) -> None:
+    axes.plot(_column(sites, quantity), line, markersize=4, color=color, alpha=alpha, label=label)
 
 
 def _column(sites: list[SiteValues], name: str) -> list[float]:
