@@ -83,7 +83,17 @@ def make_config(runs_dir: Path, data: dict[str, Any], name: str, *overrides: str
     return config
 
 
-def _work(rank: int, port: int, config: PretrainConfig, before: Callable[[], None] | None) -> None:
+Work = Callable[[PretrainConfig], int]  # of one process; returns its exit status
+
+
+def train_one(config: PretrainConfig) -> int:
+    """What torchrun's processes of a run do."""
+    from echo_megatron.pretrain.worker import run_worker
+
+    return run_worker(config, "test")
+
+
+def _work(rank: int, port: int, config: PretrainConfig, before: Callable[[], None] | None, work: Work) -> None:
     sys.stdout = sys.stderr = log_path(config).open("a", buffering=1)
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
@@ -91,22 +101,23 @@ def _work(rank: int, port: int, config: PretrainConfig, before: Callable[[], Non
     os.environ.update(RANK=local, LOCAL_RANK=local, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    from echo_megatron.pretrain.worker import run_worker
-
     if before is not None:
         before()
-    status = run_worker(config, "test")
+    status = work(config)
     sys.stdout.flush()
     os._exit(status)  # no clean-up of the parent's pytest in its copy
 
 
 @contextmanager
-def running(config: PretrainConfig, before: Callable[[], None] | None = None) -> Iterator[list[BaseProcess]]:
+def running(
+    config: PretrainConfig, before: Callable[[], None] | None = None, work: Work = train_one
+) -> Iterator[list[BaseProcess]]:
     """The run's worker processes, forked so that they need not import anything; killed where a test leaves them.
 
     Args:
         config: the run; its folder's parent gets the processes' output as `NAME.log`.
         before: called in every process before it trains.
+        work: what every process does.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -114,7 +125,7 @@ def running(config: PretrainConfig, before: Callable[[], None] | None = None) ->
     Path(config.runs_dir).mkdir(parents=True, exist_ok=True)
     context = mp.get_context("fork")
     ranks = range(config.trainer.world_size)
-    processes = [context.Process(target=_work, args=(rank, port, config, before)) for rank in ranks]
+    processes = [context.Process(target=_work, args=(rank, port, config, before, work)) for rank in ranks]
     for process in processes:
         process.start()
     try:
@@ -126,9 +137,14 @@ def running(config: PretrainConfig, before: Callable[[], None] | None = None) ->
             process.join()
 
 
-def train(config: PretrainConfig, before: Callable[[], None] | None = None, timeout_s: float = 120) -> list[int | None]:
+def train(
+    config: PretrainConfig,
+    before: Callable[[], None] | None = None,
+    timeout_s: float = 120,
+    work: Work = train_one,
+) -> list[int | None]:
     """Run to the end; returns every process's exit status."""
-    with running(config, before) as processes:
+    with running(config, before, work) as processes:
         return wait(processes, timeout_s)
 
 

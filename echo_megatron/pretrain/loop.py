@@ -90,6 +90,11 @@ class Trainer:
             self._stop.clear()
             return status
 
+    def close(self) -> None:
+        """Gives Echo's memory back; collective. For processes that go on after the run."""
+        if self._installation is not None:
+            self._installation.uninstall()
+
     @property
     def _tokens_per_step(self) -> int:
         return self.config.trainer.global_batch_size * self.config.model.sequence_length

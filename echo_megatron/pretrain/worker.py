@@ -32,18 +32,7 @@ def run_worker(config: PretrainConfig, command: str, launcher_pid: int | None = 
     Returns:
         0: finished, or stopped with a checkpoint; 2: refused; 3: the loss was not finite.
     """
-    # Read when CUDA starts: Megatron orders communication by the first, cuBLAS is repeatable by the second.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if config.trainer.deterministic:
-        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine reads it at import
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    rank = int(os.environ["RANK"])
-    if rank != 0:
-        logging.getLogger().setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore")
-    quieten_libraries()
-
+    rank = prepare_process(config)
     from echo_megatron.pretrain.distributed import distributed
     from echo_megatron.pretrain.loop import NonFiniteError, Trainer
     from echo_megatron.pretrain.preflight import preflight
@@ -52,7 +41,7 @@ def run_worker(config: PretrainConfig, command: str, launcher_pid: int | None = 
     stop = StopRequest(config.run_dir, launcher_pid)
     try:
         plan = preflight(config, int(os.environ["LOCAL_WORLD_SIZE"]))
-        with _lock(config.run_dir, rank), distributed(config, plan.device) as device:
+        with lock_run_folder(config.run_dir, rank), distributed(config, plan.device) as device:
             Trainer(config, plan, device, stop, command).run()
     except (ValueError, OSError) as error:
         if rank == 0:
@@ -65,8 +54,24 @@ def run_worker(config: PretrainConfig, command: str, launcher_pid: int | None = 
     return 0
 
 
+def prepare_process(config: PretrainConfig) -> int:
+    """What has to be set before CUDA and Megatron start, and logging; returns this process's rank."""
+    # Read when CUDA starts: Megatron orders communication by the first, cuBLAS is repeatable by the second.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.trainer.deterministic:
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine reads it at import
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    rank = int(os.environ["RANK"])
+    if rank != 0:
+        logging.getLogger().setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore")
+    quieten_libraries()
+    return rank
+
+
 @contextmanager
-def _lock(run_dir: Path, rank: int) -> Iterator[None]:
+def lock_run_folder(run_dir: Path, rank: int) -> Iterator[None]:
     """Rank 0 holds the run folder: two runs in one folder would destroy each other's checkpoints."""
     if rank != 0:
         yield
