@@ -98,7 +98,7 @@ class Inspector:
             step: the same on all ranks; due where it is divisible by `every`.
 
         Returns:
-            Whether the step is measured, the same on all ranks.
+            Whether the step is measured, the same on all ranks that have sites.
 
         Raises:
             RuntimeError: a CUDA graph is being captured: its replay would measure nothing.

@@ -221,6 +221,22 @@ def test_layer_ranges(numbers, text):
     assert _ranges(numbers) == text
 
 
+def with_a_stage_of_no_layers(rank, world_size):
+    """TP=2 x PP=2: the first stage has the embedding alone."""
+    trainer = build_trainer(tp=2, pp=2, num_layers=2)
+    stage = rank // 2
+    if stage == 0:
+        trainer.chunks[0].module.decoder.layers = nn.ModuleList()
+    installation = install(trainer.chunks, ECHO4)
+    installation.check()
+    installation.uninstall()
+    return stage, len(installation.sites), "nothing installed" in installation.report()
+
+
+def test_a_pipeline_stage_without_layers_has_nothing_installed():
+    assert sorted(run_ranks(with_a_stage_of_no_layers, 4)) == [(0, 0, True)] * 2 + [(1, 0, False)] * 2
+
+
 def graphed(rank, world_size):
     trainer = build_trainer(tp=world_size, num_layers=1)
     trainer.config.cuda_graph_impl = "local"

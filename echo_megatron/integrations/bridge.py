@@ -127,6 +127,7 @@ class EchoCallback(Callback):
         self.installation: Installation | None = None
         self._config = config
         self._inspector: Inspector | None = None
+        self._is_due = False
         self._trains = not config.validation.skip_train
 
     def install(self, chunks: list[Any]) -> None:
@@ -176,15 +177,19 @@ class EchoCallback(Callback):
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         if self._inspector is not None:
-            self._inspector.begin_step(context.state.train_state.step + 1)  # the step's number in Bridge's log
+            step = context.state.train_state.step + 1  # the step's number in Bridge's log
+            self._is_due = step % self._config.echo.inspect_every == 0  # the same on a stage without sites
+            self._inspector.begin_step(step)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Raises CommunicationError if a call of this step failed on the device: before a checkpoint could keep it."""
         if context.grad_norm is None and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # a gradient norm, where there is one, has waited for all calls
         self._check()
-        if self._inspector is not None and (metrics := self._inspector.end_step()):
-            self._log(context, metrics)
+        if self._inspector is not None:
+            metrics = self._inspector.end_step()
+            if self._is_due:
+                self._log(context, metrics)
 
     def on_train_end(self, context: CallbackContext) -> None:
         self._trains = False

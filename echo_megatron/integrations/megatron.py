@@ -120,6 +120,9 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
     for chunk in chunks:
         check_model(chunk)
     found = list(find_sites(chunks, config))
+    if not found and _has_pipeline_stages(chunks):
+        logger.info("echo: this pipeline stage has no transformer layer; nothing is installed in it")
+        return installation
     if not found:
         raise ValueError(
             "echo: expected a model with transformer layers of row- and column-parallel linears (GPTModel, "
@@ -153,6 +156,12 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
 def _phase_test(linear: nn.Module, config: EchoConfig) -> Callable[[], bool]:
     train, evaluate = Phase.train in config.phases, Phase.evaluate in config.phases
     return lambda: train if linear.training else evaluate
+
+
+def _has_pipeline_stages(chunks: Sequence[nn.Module]) -> bool:
+    """Whether another rank may have the layers that these chunks lack."""
+    configs = (getattr(module, "config", None) for chunk in chunks for module in chunk.modules())
+    return any(getattr(config, "pipeline_model_parallel_size", 1) > 1 for config in configs)
 
 
 def _max_passes(layer_config: Any) -> int | None:
