@@ -49,7 +49,102 @@ def write_config(folder: Path, raw: Any) -> Path:
     return path
 
 
+# config.json as it is published with Qwen3-0.6B, Llama-3.2-1B and SmolLM2-135M, a Llama by its architecture.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": SCALING | {"factor": 32.0},
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0",
+        "use_cache": True,
+        "vocab_size": 128256,
+    },
+    "smollm2": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "vocab_size": 49152,
+    },
+}
+
+
 class TestConfig:
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_published_ones_are_understood_and_keep_their_keys(self, tmp_path: Path, name: str) -> None:
+        raw = PUBLISHED[name]
+        written = read_config(write_config(tmp_path, raw)).to_json()
+        changed = {"transformers_version", *(() if "head_dim" in raw else ("head_dim",))}
+        lost = {key for key, value in raw.items() if value is not None and written.get(key) != value}
+        assert lost <= changed and written["head_dim"] in (64, 128)
+
     def test_llama_without_head_dim_has_the_quotient(self, tmp_path: Path) -> None:
         config = read_config(write_config(tmp_path, LLAMA))
         assert (config.head_dim, config.dtype, config.rope_scaling) == (8, torch.bfloat16, None)
@@ -160,7 +255,8 @@ SHAPES = {"a": (4, 3), "b": (6,), "c": (2, 2)}
 
 def make_files(folder: Path, max_shard_bytes: int = 10**9) -> dict[str, torch.Tensor]:
     folder.mkdir(exist_ok=True)
-    tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    tensors = {name: torch.randn(shape[::-1]).T for name, shape in SHAPES.items() if len(shape) == 2}  # not contiguous
+    tensors = {name: tensors.get(name, torch.randn(shape)) for name, shape in SHAPES.items()}
     writer = CheckpointWriter(folder, SHAPES, torch.float32, max_shard_bytes)
     for name, tensor in tensors.items():
         writer.add(name, tensor)

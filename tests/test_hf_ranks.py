@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from test_hf import LLAMA3_ROPE, assert_same_tensors, initialize, make_checkpoint
 
 from echo_megatron.evaluate.hf import load_hf, save_hf
+from echo_megatron.evaluate.hf_config import read_config
 from echo_megatron.evaluate.hf_files import SINGLE, CheckpointReader, CheckpointWriter
 from echo_megatron.pretrain.cpu_shims import install_cpu_shims
 from echo_megatron.pretrain.schema import Layers
@@ -160,7 +161,7 @@ def _saves(rank: int, world_size: int, folder: Path, out: Path) -> dict[str, str
     assert len(calls) == (3 if rank == 0 else 0)
     del model.hf_config
     messages["no configuration"] = message_of(save_hf, model, out / "x")
-    messages[""] = message_of(save_hf, model, out / "good", config)
+    messages[""] = message_of(save_hf, model, out / "good", replace(config, dtype=torch.bfloat16))
     return messages
 
 
@@ -195,6 +196,7 @@ def test_save_refuses_on_every_rank_and_leaves_nothing_behind(tmp_path: Path) ->
     assert [path.name for path in out.iterdir()] == ["good"]
     assert sorted(path.name for path in (out / "good").iterdir()) == ["config.json", SINGLE]
     assert_same_tensors(tmp_path / "hf", out / "good")
+    assert read_config(out / "good" / "config.json").dtype is torch.float32  # the parameters'
 
 
 def _pipeline(rank: int, world_size: int, folder: Path) -> list[str]:
