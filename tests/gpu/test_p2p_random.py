@@ -68,7 +68,7 @@ class Pass:
             dtype,
             num_values=int(2 ** draw.uniform(0, 22)),
             sites=[Site(idx, direction, bits=bits[idx]) for idx in range(num_sites)],
-            depths=[draw.randint(1, highest_depth(config, config.algorithm, b, dtype)) for b in bits],
+            depths=[draw.randint(1, highest_depth(config, config.algorithm, b, dtype, direction)) for b in bits],
             grids=[draw.randint(1, highest_grid) for _ in bits],
             late=draw.choice((None, *range(world_size))),
             in_place=draw.random() < 0.3,

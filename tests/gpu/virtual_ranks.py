@@ -55,9 +55,15 @@ def resident_blocks(world_size: int) -> int:
     return max(1, (multiprocessors - SPARE_MULTIPROCESSORS) // world_size)
 
 
-def highest_depth(config: EchoConfig, algorithm: Algorithm, bits: int, dtype: torch.dtype) -> int:
+def highest_depth(
+    config: EchoConfig,
+    algorithm: Algorithm,
+    bits: int,
+    dtype: torch.dtype,
+    direction: Direction = Direction.forward,
+) -> int:
     """The largest depth whose tiles fit into shared memory."""
-    residual = index_of(config.residual) if config.compensates else len(Residual)
+    residual = index_of(config.residual_of(direction)) if config.compensates else len(Residual)
     kernel = (bits, index_of(config.policy), index_of(algorithm), residual, index_of(config.state_dtype))
     return _highest_depth(*kernel, DTYPES.index(dtype))
 
