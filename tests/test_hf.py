@@ -242,10 +242,10 @@ def _fused(
             )
             return super().forward(normed, *args, **kwargs)
 
-    local = hf_model._layer_spec
+    local = hf_model.layer_spec
 
-    def layer_spec(has_qk_norm: bool, fused: bool) -> Any:
-        spec = local(has_qk_norm, False)
+    def layer_spec(layers: Layers, has_qk_norm: bool) -> Any:
+        spec = local(Layers.local, has_qk_norm)
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
         layer.self_attention.submodules.linear_qkv = NormColumnParallelLinear
@@ -253,7 +253,7 @@ def _fused(
         mlp.linear_fc1 = NormColumnParallelLinear
         return spec
 
-    hf_model._layer_spec = layer_spec
+    hf_model.layer_spec = layer_spec
     initialize(world_size)
     model = load_hf(folder)
     assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in dict(model.named_parameters())

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from echo_megatron.pretrain.schema import Layers
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,13 @@ def build(shape: ModelShape, num_layers: int, sequence: int, device: torch.devic
     from megatron.core.models.gpt import GPTModel
 
     from echo_megatron.pretrain.cpu_shims import seed_all
+    from echo_megatron.pretrain.model import layer_spec
 
     seed_all(1234)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = GPTModel(
         config=_config(shape, num_layers, dtype, device),
-        transformer_layer_spec=_layer_spec(shape, device),
+        transformer_layer_spec=layer_spec(Layers[layers_kind(device)], shape.qk_layernorm),
         vocab_size=shape.vocab,
         max_sequence_length=sequence,
         position_embedding_type="rope",
@@ -135,7 +137,8 @@ def _config(shape: ModelShape, num_layers: int, dtype: torch.dtype, device: torc
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    fused = layers_kind(device) == TRANSFORMER_ENGINE
+    from echo_megatron.pretrain.model import dense_options
+
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=shape.hidden,
@@ -143,39 +146,13 @@ def _config(shape: ModelShape, num_layers: int, dtype: torch.dtype, device: torc
         num_attention_heads=shape.heads,
         num_query_groups=shape.groups,
         kv_channels=shape.kv_channels,
-        normalization="RMSNorm",
         layernorm_epsilon=1e-6,
         qk_layernorm=shape.qk_layernorm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         use_cpu_initialization=device.type == "cpu",
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=False,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bias_activation_fusion=fused,
-        apply_rope_fusion=fused,
-        # Kernels of Apex, which is not installed.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
+        **dense_options(dtype, Layers[layers_kind(device)]),
     )
-
-
-def _layer_spec(shape: ModelShape, device: torch.device) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    from echo_megatron.pretrain.attention import SdpaCoreAttention
-
-    if layers_kind(device) == TRANSFORMER_ENGINE:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_layernorm)
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
-    return spec
 
 
 def _last_position(output_layer: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -11,15 +11,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from echo_megatron.evaluate.hf_config import HfConfig
-from echo_megatron.pretrain.attention import SdpaCoreAttention
+from echo_megatron.pretrain.model import dense_options, layer_spec
 from echo_megatron.pretrain.schema import Layers
 
 
@@ -81,8 +76,7 @@ def build_gpt(config: HfConfig, dtype: torch.dtype, layers: Layers, vocab_multip
         raise ValueError(f"dtype: expected torch.float32 or torch.bfloat16, got {dtype}; give dtype= to convert")
     if layers is Layers.auto:
         raise ValueError("layers: expected Layers.local or Layers.transformer_engine, got Layers.auto")
-    fused = layers is Layers.transformer_engine
-    if fused and find_spec("transformer_engine") is None:
+    if layers is Layers.transformer_engine and find_spec("transformer_engine") is None:
         raise ValueError(
             "layers=transformer_engine: transformer-engine is not installed; install it, or use Layers.local"
         )
@@ -93,31 +87,17 @@ def build_gpt(config: HfConfig, dtype: torch.dtype, layers: Layers, vocab_multip
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
         kv_channels=config.head_dim,
-        normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         qk_layernorm=config.family.has_qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         # Every value comes from the files; Megatron would draw the whole of each weight on every rank.
         perform_initialization=False,
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bias_activation_fusion=fused,
-        apply_rope_fusion=fused,
-        # Kernels of Apex, which is not installed.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
+        **dense_options(dtype, layers),
     )
     gpt = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=_layer_spec(config.family.has_qk_norm, fused),
+        transformer_layer_spec=layer_spec(layers, config.family.has_qk_norm),
         vocab_size=padded_vocab_size(config.vocab_size, vocab_multiple, tp),
         max_sequence_length=config.max_position_embeddings,
         position_embedding_type="rope",
@@ -127,14 +107,6 @@ def build_gpt(config: HfConfig, dtype: torch.dtype, layers: Layers, vocab_multip
         share_embeddings_and_output_weights=config.tie_word_embeddings,
     )
     return gpt.to(dtype)  # PyTorch's norms are float32 otherwise
-
-
-def _layer_spec(has_qk_norm: bool, fused: bool) -> ModuleSpec:
-    if fused:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_qk_norm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
-    return spec
 
 
 def check_model(model: GPTModel, config: HfConfig) -> None:

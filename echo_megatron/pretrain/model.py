@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,6 @@ def transformer_config(config: PretrainConfig, dtype: torch.dtype, layers: Layer
         layers: local or Transformer Engine's.
     """
     model, trainer = config.model, config.trainer
-    fused = layers is Layers.transformer_engine
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -51,14 +51,8 @@ def transformer_config(config: PretrainConfig, dtype: torch.dtype, layers: Layer
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
-        normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         init_method=partial(torch.nn.init.normal_, mean=0.0, std=model.init_std),
         output_layer_init_method=partial(
             torch.nn.init.normal_, mean=0.0, std=model.init_std / math.sqrt(2 * model.num_layers)
@@ -69,25 +63,44 @@ def transformer_config(config: PretrainConfig, dtype: torch.dtype, layers: Layer
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         sequence_parallel=False,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
         deterministic_mode=trainer.deterministic,
-        bias_activation_fusion=fused,
-        apply_rope_fusion=fused,
-        # Kernels of Apex, which is not installed.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
+        **dense_options(dtype, layers),
         **(recompute if model.recompute is Recompute.full else {}),
     )
 
 
-def layer_spec(layers: Layers) -> ModuleSpec:
+def dense_options(dtype: torch.dtype, layers: Layers) -> dict[str, Any]:
+    """What every dense model here has of TransformerConfig's options: RMSNorm, SwiGLU, no biases, no dropout.
+
+    Args:
+        dtype: torch.bfloat16 or torch.float32, of parameters and activations.
+        layers: local or Transformer Engine's, whose fused operations are then used.
+    """
+    fused = layers is Layers.transformer_engine
+    return {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bias_activation_fusion": fused,
+        "apply_rope_fusion": fused,
+        # Kernels of Apex, which is not installed.
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def layer_spec(layers: Layers, qk_layernorm: bool = True) -> ModuleSpec:
     """Transformer Engine's layer, or Megatron's local one with `SdpaCoreAttention`."""
     if layers is Layers.transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
+    spec = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     return spec
 
