@@ -89,6 +89,9 @@ def dense_options(dtype: torch.dtype, layers: Layers) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bias_activation_fusion": fused,
         "apply_rope_fusion": fused,
+        # Otherwise the loss goes over FP32 logits of the whole vocabulary several times.
+        "cross_entropy_loss_fusion": fused,
+        "cross_entropy_fusion_impl": "te" if fused else "native",
         # Kernels of Apex, which is not installed.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
