@@ -64,6 +64,14 @@ class Direction(Enum):
     backward = "backward"
 
 
+class Collective(Enum):
+    """What a call does over the ranks; the last two are sequence parallelism's."""
+
+    all_reduce = "all_reduce"
+    reduce_scatter = "reduce_scatter"
+    all_gather = "all_gather"
+
+
 class Phase(Enum):
     """`train`: module.training is set. `evaluate`: it is not."""
 
@@ -108,6 +116,8 @@ class EchoConfig:
         phases: whether training passes, evaluation passes or both are quantized.
         early_bits: bits of the forward sites in the first `early_fraction` of the layers (paper Sec. 7.2), or None.
         early_fraction: fraction of the layers that `early_bits` covers, 0 to 1.
+        gather_bits: bits of a code in sequence parallelism's all-gathers, 8 or 4; 16 leaves them to the group's own.
+            `bits` and the early-site options are those of its reduce-scatters.
         timeout_s: seconds that a call may wait for another rank; with the collective transport on GPUs the process
             group's time-out counts.
 
@@ -133,11 +143,13 @@ class EchoConfig:
     phases: list[Phase] = field(default_factory=lambda: list(Phase))
     early_bits: int | None = None
     early_fraction: float = 0.5
+    gather_bits: int = 8
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         self._require_int("bits", legal=(*QUANTIZED_BITS, NATIVE_BITS))
         self._require_int("group_size", legal=GROUP_SIZES)
+        self._require_int("gather_bits", legal=(*QUANTIZED_BITS, NATIVE_BITS))
         if self.early_bits is not None:
             self._require_int("early_bits", legal=QUANTIZED_BITS)
         if self.backward_residual is not None:

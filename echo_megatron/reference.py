@@ -72,6 +72,19 @@ def num_sent_bytes(
     return sum(records) + (num_others - 1) * records[rank]  # push the segments of others, give one's own to them all
 
 
+def num_sent_share_bytes(config: EchoConfig, bits: int, world_size: int, num_values: int) -> int:
+    """Bytes of wire records that a rank sends to others in a reduce-scatter or an all-gather.
+
+    Args:
+        config: the options.
+        bits: of a code.
+        world_size: P.
+        num_values: of one rank's share: a P-th of what goes into a reduce-scatter, the whole input of an all-gather.
+    """
+    quantizer = make_quantizer(config, bits)
+    return (world_size - 1) * quantizer.num_bytes(quantizer.num_basis_values(num_values))
+
+
 def make_quantizer(config: EchoConfig, bits: int) -> Quantizer:
     """The quantizer of a site of `bits` bits."""
     return Quantizer(bits, config.policy, config.group_size, config.rescale)
@@ -197,14 +210,11 @@ class SimulatedGroup:
             P tensors [rows, ...], rank by rank.
 
         Raises:
-            ValueError: the first dimension is not divisible by P.
+            ValueError: the first dimension is not divisible by P, or the residual is consensus.
         """
         first = self._check(contributions)
-        if first.shape[0] % self.world_size:
-            raise ValueError(
-                f"reduce_scatter: expected a first dimension divisible by {self.world_size} ranks, "
-                f"got {tuple(first.shape)}"
-            )
+        check_shares(first, self.world_size)
+        check_scattered_residual(self.config, site.direction)
         if self.world_size == 1 or first.numel() == 0:
             return [share.clone() for share in first.chunk(self.world_size)]
         quantizer = make_quantizer(self.config, site.bits)
@@ -285,6 +295,27 @@ def check_group(world_size: int, config: EchoConfig) -> None:
         raise ValueError(f"bits: expected 4 or 8 for a quantized all-reduce, got {config.bits}")
 
 
+def check_shares(x: Tensor, world_size: int) -> None:
+    """Raises ValueError where `x` can't be split into one share a rank."""
+    if x.dim() == 0 or x.shape[0] % world_size:
+        raise ValueError(
+            f"reduce_scatter: expected a first dimension divisible by {world_size} ranks, got {tuple(x.shape)}"
+        )
+
+
+def check_scattered_residual(config: EchoConfig, direction: Direction) -> None:
+    """Raises ValueError where a reduce-scatter would have to feed back x' - y/P: a rank has y of its own share only."""
+    if config.compensates and config.residual_of(direction) is Residual.consensus:
+        option = (
+            "residual" if config.backward_residual is None or direction is Direction.forward else "backward_residual"
+        )
+        raise ValueError(
+            f"{option}: expected local with sequence parallelism, got consensus: a reduce-scatter gives a rank the sum "
+            "of its own share only, and the consensus residual needs all of it. Set residual=local (and "
+            "backward_residual=local where it is given), or sequence_parallel=False"
+        )
+
+
 def check_dtype(x: Tensor) -> None:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"all_reduce: expected a tensor of bfloat16, float16 or float32, got {x.dtype}")
+        raise ValueError(f"echo: expected a tensor of bfloat16, float16 or float32, got {x.dtype}")

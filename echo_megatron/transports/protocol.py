@@ -1,4 +1,4 @@
-"""What every transport offers: one call that does a whole compensated all-reduce, and what a replay needs of it."""
+"""What every transport offers: one call that does a whole compensated collective, and what a replay needs of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm
+from echo_megatron.config import Algorithm, Collective
 from echo_megatron.sites import Site
 
 
@@ -61,24 +61,67 @@ class Transport(Protocol):
         """
         ...
 
-    def correction(self, x: Tensor, site: Site, compensator: Compensator) -> Tensor | None:
-        """c that this call of `all_reduce` is going to add to x, for diagnostics.
+    def reduce_scatter(
+        self, x: Tensor, site: Site, compensator: Compensator | None, out: Tensor | None = None
+    ) -> Tensor:
+        """This rank's share of the sum of `x` over the ranks (`reference.SimulatedGroup.reduce_scatter`).
+
+        Args:
+            x: [P * rows, ...], this rank's contribution, of any strides; left alone.
+            site: where in the pass the call is.
+            compensator: whose state is used; its residual is `local`.
+            out: where the share of the sum goes, contiguous memory apart from x.
 
         Returns:
-            fp32 [values of the working basis], ordered on the current stream; None where nothing is added.
+            `out`, or a new contiguous tensor [rows, ...] of x's dtype.
+
+        Raises:
+            CommunicationError: as `all_reduce`.
         """
         ...
 
-    def num_sent_bytes(self, x: Tensor, site: Site) -> int:
-        """Bytes of wire records that this call of `all_reduce` sends to other ranks."""
+    def all_gather(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
+        """The ranks' `x` as all of them decode it, one behind the other (`reference.SimulatedGroup.all_gather`).
+
+        Args:
+            x: [rows, ...] of this rank, of any strides; left alone.
+            site: which linear's; `site.bits` are those of the codes. Nothing is fed back.
+            out: where the result goes, contiguous memory apart from x.
+
+        Returns:
+            `out`, or a new contiguous tensor [P * rows, ...] of x's dtype: the same bits on every rank and, for the same
+            x, in every call.
+
+        Raises:
+            CommunicationError: as `all_reduce`.
+        """
+        ...
+
+    def correction(
+        self, x: Tensor, site: Site, compensator: Compensator, collective: Collective = Collective.all_reduce
+    ) -> Tensor | None:
+        """c that this call of `all_reduce` or `reduce_scatter` is going to add to x, for diagnostics.
+
+        Returns:
+            fp32 [values of the working basis], for a reduce-scatter [P, values of a share's working basis], ordered on
+            the current stream; None where nothing is added.
+        """
+        ...
+
+    def num_sent_bytes(self, x: Tensor, site: Site, collective: Collective = Collective.all_reduce) -> int:
+        """Bytes of wire records that this call sends to other ranks; x is the call's."""
         ...
 
     def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """Messages of fewer bytes are better summed by `exact_all_reduce`; 0 where it is not offered."""
         ...
 
-    def min_bytes(self, dtype: torch.dtype) -> int:
-        """Messages of fewer bytes gain nothing by being quantized."""
+    def min_bytes(self, dtype: torch.dtype, collective: Collective = Collective.all_reduce) -> int:
+        """Messages of fewer bytes gain nothing by being quantized.
+
+        A message is the larger of the call's two tensors: what goes into a reduce-scatter, what comes out of an
+        all-gather.
+        """
         ...
 
     def exact_all_reduce(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
