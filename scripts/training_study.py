@@ -1,87 +1,229 @@
-"""Which communication trains best: several arms and seeds of a small Qwen3, for the presets' defaults.
+"""Which communication trains how well: the arms of a study, trained on the same data and compared.
 
-usage: torchrun --nproc-per-node P scripts/training_study.py [--arms …] [--seeds 1 2 3] [--out runs/training_study]
-                                                             [--results docs/results] [KEY=VALUE …]
+usage: torchrun --nproc-per-node P scripts/training_study.py [--study feedback | qwen3_0p6b] [--arms …] [--seeds 1 2 3]
+                                   [--out runs/STUDY] [--results docs/results] [--budget-s S] [KEY=VALUE …]
+       python scripts/training_study.py --study qwen3_0p6b --results docs/results --render
+
+feedback:    a small model with every form of feedback over several seeds, for the presets' defaults.
+qwen3_0p6b:  Qwen3-0.6B for 1,000 steps, 16-bit beside Echo: the paper's Fig. 3 and Table 7 on stand-in data.
 
 Every arm of a seed sees the same data and initialization. A run that is finished is not repeated; the same command
-goes on after an interruption, and `--budget-s` ends it in time. With all runs there, the comparison is written.
+goes on after an interruption, and `--budget-s` ends it in time. `--render` compares the runs that are there, without
+training. The results of qwen3_0p6b keep the losses of its runs, so that arms can come one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 
 from echo_megatron.cli import config_dir
 from echo_megatron.pretrain.schema import PretrainConfig, from_composed, register_configs
 from echo_megatron.pretrain.series import run_series
-from echo_megatron.report import compare
+from echo_megatron.report import FIGURE, MARKDOWN, compare
+from echo_megatron.run_folder import finite, write_atomic
 
-# The first is what the others are compared with.
-ARMS = {
-    "nccl": ("tp_comm=nccl",),
-    "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0"),
-    "local": ("tp_comm=echo4", "tp_comm.residual=local"),
-    "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus"),
-    "local_consensus": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.backward_residual=consensus"),
-    "consensus_local": ("tp_comm=echo4", "tp_comm.residual=consensus", "tp_comm.backward_residual=local"),
-    "compact": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.state_dtype=compact"),
-    "paper": ("tp_comm=echo4_paper",),
+KEPT = ("run.json", "config.yaml", "metrics.jsonl")  # what a comparison reads
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that are compared.
+
+    Attributes:
+        experiment: of configs/experiment.
+        results: name of the files in the results' folder.
+        arms: overrides by arm; the first is what the others are compared with.
+        seeds: of each arm.
+        keeps_runs: the results have the runs' losses beside them.
+        paper: the paper's values by arm, and where they are from; empty where it has none.
+    """
+
+    experiment: str
+    results: str
+    arms: Mapping[str, tuple[str, ...]]
+    seeds: tuple[int, ...]
+    keeps_runs: bool
+    paper: Mapping[str, Any]
+
+
+STUDIES = {
+    "feedback": Study(
+        experiment="gutenberg_small",
+        results="training_study",
+        arms={
+            "nccl": ("tp_comm=nccl",),
+            "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0"),
+            "local": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.state_dtype=bf16"),
+            "compact": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.state_dtype=compact"),
+            "single": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.a=1.0"),
+            "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus", "tp_comm.state_dtype=bf16"),
+            "local_consensus": (
+                "tp_comm=echo4",
+                "tp_comm.residual=local",
+                "tp_comm.backward_residual=consensus",
+                "tp_comm.state_dtype=bf16",
+            ),
+            "paper": ("tp_comm=echo4_paper",),
+        },
+        seeds=(1, 2, 3),
+        keeps_runs=False,
+        paper={},
+    ),
+    "qwen3_0p6b": Study(
+        experiment="qwen3_gutenberg_16bit",
+        results="train_qwen3_0p6b_h200x2",
+        arms={
+            "16bit": ("tp_comm=nccl",),
+            "echo4": ("tp_comm=echo4",),
+            "echo4_paper": ("tp_comm=echo4_paper",),
+            "echo4_paper_lr3.5e-4": ("tp_comm=echo4_paper", "optim.lr=3.5e-4"),
+            "none": ("tp_comm=echo4", "tp_comm.eta=0.0"),
+        },
+        seeds=(1234,),
+        keeps_runs=True,
+        paper={
+            "source": "paper, Table 7: P=4, 786,432 tokens a step, 12,716 steps of Dolma C4",
+            "rows": [
+                {"arm": "16bit", "lr": 3.0e-4, "tail100": 3.197, "step1000": 4.095},
+                {"arm": "echo4_paper", "lr": 3.5e-4, "tail100": 3.225, "step1000": 4.042},
+            ],
+        },
+    ),
 }
 
 
-def configs_of(options: argparse.Namespace) -> list[PretrainConfig]:
+def run_name(study: Study, arm: str, seed: int) -> str:
+    """The run's name, and its folder's."""
+    return arm if len(study.seeds) == 1 else f"{arm}_seed{seed}"
+
+
+def configs_of(study: Study, options: argparse.Namespace) -> list[PretrainConfig]:
     """The runs, seed by seed, so that an interrupted study has whole comparisons."""
     register_configs()
     runs = []
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         for seed in options.seeds:
             for arm in options.arms:
-                places = [f"name={arm}_seed{seed}", f"runs_dir={options.out}", f"seed={seed}"]
-                overrides = [f"experiment={options.experiment}", *ARMS[arm], *places, *options.overrides]
+                places = [f"name={run_name(study, arm, seed)}", f"runs_dir={options.out}", f"seed={seed}"]
+                overrides = [f"experiment={study.experiment}", *study.arms[arm], *places, *options.overrides]
                 runs.append(from_composed(compose("pretrain", overrides)))
     return runs
+
+
+def keep(runs: Sequence[Path], kept: Path) -> None:
+    """Copies what a comparison reads of each run."""
+    for run in runs:
+        folder = kept / run.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in KEPT:
+            write_atomic(folder / name, (run / name).read_text(encoding="utf-8"))
+
+
+def render(study: Study, folder: Path, results: Path, scratch: Path) -> None:
+    """Compares the runs in `folder`; writes JSON, Markdown and figure of the study's name into `results`.
+
+    Raises:
+        ValueError: fewer than two runs are there, or not the one that the others are compared with.
+    """
+    names = [run_name(study, arm, seed) for arm in study.arms for seed in study.seeds]
+    runs = [folder / name for name in names if (folder / name / "run.json").is_file()]
+    baseline = next(iter(study.arms))
+    if len(runs) < 2 or not runs[0].name.startswith(baseline):
+        raise ValueError(f"{folder}: expected runs of {baseline} and of another arm, got {[run.name for run in runs]}")
+    made = compare(runs, scratch, baseline=runs[0].name)
+    made.show()
+    report = dict(made.report)
+    if study.paper:
+        report = {"rows": rows(report), "paper": study.paper, **report}
+    results.mkdir(parents=True, exist_ok=True)
+    stem = results / study.results
+    text = json.dumps(finite(report), indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomic(stem.with_suffix(".json"), text + "\n")
+    table = (scratch / MARKDOWN).read_text(encoding="utf-8").replace(f"]({FIGURE})", f"]({study.results}.png)")
+    write_atomic(stem.with_suffix(".md"), table)
+    shutil.copyfile(scratch / FIGURE, stem.with_suffix(".png"))
+
+
+def rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row an arm of one seed: the paper's Table 7's columns, and the loss on held-out text."""
+    found = []
+    for arm in report["arms"]:
+        name = arm["runs"][0].partition("_lr")[0]
+        mean = {key: None if arm[key] is None else arm[key]["mean"] for key in ("tail", "step_1000", "validation")}
+        found.append(
+            {
+                "arm": name,
+                "tp_comm": arm["tp_comm"],
+                "lr": arm["lr"],
+                "steps": arm["steps"][0],
+                "tail100": mean["tail"],
+                "step1000": mean["step_1000"],
+                "val_loss": mean["validation"],
+                "delta_percent": arm["delta_percent"],
+            }
+        )
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains and compares; returns the exit status: 0 done, 1 runs are left, 2 refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="default: all of them")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--experiment", default="gutenberg_small", help="of configs/experiment (%(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/training_study"), help="folder of the runs (%(default)s)"
-    )
-    parser.add_argument("--results", type=Path, help="folder that gets training_study.json, .md and .png")
+    parser.add_argument("--study", choices=list(STUDIES), default="feedback", help="default: %(default)s")
+    parser.add_argument("--arms", nargs="+", help="default: all of the study's")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: the study's")
+    parser.add_argument("--out", type=Path, help="folder of the runs (runs/STUDY)")
+    parser.add_argument("--results", type=Path, help="folder that gets the comparison and what it was made from")
+    parser.add_argument("--render", action="store_true", help="train nothing; compare what --results has")
     parser.add_argument("--budget-s", type=float, help="seconds after which no further run starts")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every run, e.g. trainer.max_steps=200")
     options = parser.parse_intermixed_args(arguments)
-    if "nccl" not in options.arms:
-        parser.error("--arms: expected nccl among them, which the others are compared with")
+    study = STUDIES[options.study]
+    if unknown := sorted(set(options.arms or ()) - set(study.arms)):
+        parser.error(f"--arms: expected some of {', '.join(study.arms)}, got {', '.join(unknown)}")
+    if options.render and options.results is None:
+        parser.error("--render: expected --results FOLDER, which has the runs")
+    options.arms = options.arms or list(study.arms)
+    options.seeds = options.seeds or list(study.seeds)
+    options.out = options.out or Path("runs") / options.study
     try:
-        runs = configs_of(options)
-        unfinished = run_series(runs, " ".join(sys.argv), options.budget_s)
+        unfinished = [] if options.render else train(study, options)
+        if options.results is not None and int(os.environ.get("RANK", "0")) == 0:
+            write_results(study, options, unfinished)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if int(os.environ["RANK"]) != 0:
-        return int(bool(unfinished))
-    if unfinished:
+    return int(bool(unfinished))
+
+
+def train(study: Study, options: argparse.Namespace) -> list[str]:
+    """Trains what is not finished; returns the names of the runs that are left."""
+    unfinished = run_series(configs_of(study, options), " ".join(sys.argv), options.budget_s)
+    if unfinished and int(os.environ["RANK"]) == 0:
         print(f"left: {', '.join(unfinished)}; the same command goes on with them", flush=True)
-        return 1
-    made = compare([run.run_dir for run in runs], options.out / "comparison", baseline="nccl")
-    made.show()
-    if options.results is not None:
-        options.results.mkdir(parents=True, exist_ok=True)
-        for source, name in (("comparison.json", ".json"), ("comparison.md", ".md"), ("loss.png", ".png")):
-            shutil.copyfile(options.out / "comparison" / source, options.results / f"training_study{name}")
-    return 0
+    return unfinished
+
+
+def write_results(study: Study, options: argparse.Namespace, unfinished: Sequence[str]) -> None:
+    """Keeps the finished runs where the study does so, and compares."""
+    folder = options.out
+    if study.keeps_runs:
+        folder = options.results / f"{study.results}_runs"
+        if not options.render:
+            names = [run_name(study, arm, seed) for arm in options.arms for seed in options.seeds]
+            keep([options.out / name for name in names if name not in unfinished], folder)
+    elif unfinished:
+        return
+    render(study, folder, options.results, options.out / "comparison")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pretrain_runs import log_path, losses, make_config, train, write_tokens
+from synthetic_runs import losses_of, write_run
 
 from echo_megatron.pretrain.series import run_series
 
@@ -66,16 +67,48 @@ def test_runs_that_cannot_share_processes_are_refused(tmp_path: Path, data):
         run_series([], "test")
 
 
-def test_the_study_s_arms_compose(monkeypatch):
+@pytest.fixture
+def study(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "scripts"))
-    study = importlib.import_module("training_study")
-    options = argparse.Namespace(
-        arms=list(study.ARMS), seeds=[1, 2], experiment="gutenberg_small", out=Path("runs/x"), overrides=[]
-    )
-    runs = study.configs_of(options)
-    assert len({run.run_dir for run in runs}) == 2 * len(study.ARMS)
-    arms = {run.name.rpartition("_seed")[0]: run for run in runs if run.seed == 2}
-    assert not arms["nccl"].tp_comm.quantizes and not arms["uncompensated"].tp_comm.compensates
-    for arm, run in arms.items():
-        for name in ("model", "data", "optim", "trainer", "seed"):
-            assert getattr(run, name) == getattr(arms["nccl"], name), arm
+    return importlib.import_module("training_study")
+
+
+def test_the_studies_arms_compose(study):
+    for name, chosen in study.STUDIES.items():
+        options = argparse.Namespace(arms=list(chosen.arms), seeds=[1, 2], out=Path("runs/x"), overrides=[])
+        runs = study.configs_of(chosen, options)
+        assert [run.seed for run in runs] == [1] * len(chosen.arms) + [2] * len(chosen.arms)
+        baseline, *arms = runs[: len(chosen.arms)]
+        assert not baseline.tp_comm.quantizes, name
+        described = {repr((run.tp_comm, run.optim.lr)) for run in arms}
+        assert len(described) == len(arms) and all(run.tp_comm.quantizes for run in arms), name
+        for run in arms:
+            for part in ("model", "data", "trainer", "seed"):
+                assert getattr(run, part) == getattr(baseline, part), (name, run.name)
+
+
+def test_kept_runs_are_compared_again_without_training(tmp_path: Path, study, capsys):
+    chosen = study.STUDIES["qwen3_0p6b"]
+    kept = tmp_path / f"{chosen.results}_runs"
+    render = ["--study", "qwen3_0p6b", "--results", str(tmp_path), "--out", str(tmp_path / "out"), "--render"]
+    assert study.main(render) == 2
+    assert "expected runs of 16bit and of another arm" in capsys.readouterr().err
+    facts = {"num_steps": 1000, "seed": 1234}
+    for arm, tp_comm, lr in (
+        ("16bit", "nccl", 3e-4),
+        ("echo4_paper", "echo4_paper", 3e-4),
+        ("echo4_paper_lr3.5e-4", "echo4_paper", 3.5e-4),
+    ):
+        write_run(tmp_path / "runs" / arm, tp_comm, **facts, lr=lr)
+        study.keep([tmp_path / "runs" / arm], kept)
+    assert study.main(render) == 0
+    report = json.loads((tmp_path / f"{chosen.results}.json").read_text())
+    rows = report["rows"]
+    arms = [("16bit", 3e-4), ("echo4_paper", 3e-4), ("echo4_paper", 3.5e-4)]
+    assert [(row["arm"], row["lr"]) for row in rows] == arms
+    losses_16bit = losses_of("nccl", 1234, 1000)
+    assert rows[0]["tail100"] == pytest.approx(losses_16bit[-100:].mean())
+    assert rows[0]["step1000"] == losses_16bit[-1] and rows[0]["delta_percent"] == 0
+    assert rows[1]["delta_percent"] == pytest.approx(100 * (rows[1]["tail100"] / rows[0]["tail100"] - 1))
+    assert f"![loss curves]({chosen.results}.png)" in (tmp_path / f"{chosen.results}.md").read_text()
+    assert (tmp_path / f"{chosen.results}.png").is_file()
