@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, TransportName
-from echo_megatron.reference import check_dtype, check_group
+from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, TransportName
+from echo_megatron.reference import check_dtype, check_group, check_scattered_residual, check_shares
 from echo_megatron.replay import ReplayCache, inside_backward
 from echo_megatron.sites import PassClock, Site
 from echo_megatron.transports.collective import CollectiveTransport
-from echo_megatron.transports.protocol import CommunicationError, Transport
+from echo_megatron.transports.protocol import CommunicationError, Reduced, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def _never() -> bool:
 
 
 class Communicator:
-    """The compensated, quantized all-reduce of one tensor-parallel group.
+    """The compensated, quantized collectives of one tensor-parallel group.
 
     Args:
         group: the process group; 1 to 8 ranks.
@@ -81,9 +81,13 @@ class Communicator:
             f"{self.transport.num_bytes() / 2**20:.1f} MiB of workspace"
         )
 
-    def min_bytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Messages in `dtype` of fewer bytes are not quantized: the config's `min_bytes`, or what was measured."""
-        return self.transport.min_bytes(dtype) if self.config.min_bytes is None else self.config.min_bytes
+    def min_bytes(self, dtype: torch.dtype = torch.bfloat16, collective: Collective = Collective.all_reduce) -> int:
+        """Messages in `dtype` of fewer bytes are not quantized: the config's `min_bytes`, or what was measured.
+
+        A message is the larger of the call's two tensors: what goes into a reduce-scatter, what comes out of an
+        all-gather.
+        """
+        return self.transport.min_bytes(dtype, collective) if self.config.min_bytes is None else self.config.min_bytes
 
     def all_reduce(self, x: Tensor, site: Site, *, out: Tensor | None = None) -> Tensor:
         """The sum of `x` over the ranks of the group.
@@ -104,22 +108,80 @@ class Communicator:
         check_dtype(x)
         if self.world_size == 1 or x.numel() == 0:
             return _copied(x, out)
-        forward = site.direction is Direction.forward
-        if forward and inside_backward():
-            replayed = self.replays.replay(site)
+        if (replayed := self._replay(site)) is not None:
             return replayed if out is None else out.copy_(replayed)
-        compensator = self._compensators[site.direction]
+        compensator, keep = self._begin(x, site)
+        with _without_grad():
+            reduced = self.transport.all_reduce(x, site, compensator, out, keep)
+        if keep:
+            self.replays.keep(site, reduced)
+        return reduced.output
+
+    def reduce_scatter(self, x: Tensor, site: Site, *, out: Tensor | None = None) -> Tensor:
+        """This rank's share of the sum of `x` over the ranks of the group.
+
+        Args:
+            x: [P * rows, ...] of any strides; bf16, fp16 or fp32; left alone.
+            site: where in the pass the call is; the same on all ranks.
+            out: where the share goes: [rows, ...] of x's dtype, contiguous memory apart from x.
+
+        Returns:
+            `out`, or a new contiguous tensor [rows, ...] of x's dtype.
+
+        Raises:
+            ValueError: x has another dtype, P does not divide its first dimension, or the residual is consensus.
+            CommunicationError: a rank is missing, late, or makes another call.
+        """
+        check_dtype(x)
+        check_shares(x, self.world_size)
+        check_scattered_residual(self.config, site.direction)
+        if self.world_size == 1 or x.numel() == 0:
+            return _copied(x[: x.shape[0] // self.world_size], out)
+        if (replayed := self._replay(site)) is not None:
+            return replayed if out is None else out.copy_(replayed)
+        compensator, keep = self._begin(x, site)
+        with _without_grad():
+            output = self.transport.reduce_scatter(x, site, compensator, out)
+        if keep:
+            # A P-th of the tensor: the codes of the other ranks and the exact share that it is made of take more.
+            self.replays.keep(site, Reduced(output, output, _same))
+        return output
+
+    def all_gather(self, x: Tensor, site: Site, *, out: Tensor | None = None) -> Tensor:
+        """The ranks' `x`, one behind the other, as all of them decode it; no state is read or written.
+
+        Args:
+            x: [rows, ...] of any strides; bf16, fp16 or fp32; left alone.
+            site: which linear's; its bits are those of the codes. The same on all ranks.
+            out: where the result goes: [P * rows, ...] of x's dtype, contiguous memory apart from x.
+
+        Returns:
+            `out`, or a new contiguous tensor [P * rows, ...] of x's dtype: the same bits on every rank and, for the
+            same x, in every call, so that an input that is gathered again for a weight gradient is the forward pass's.
+
+        Raises:
+            ValueError: x has another dtype.
+            CommunicationError: a rank is missing, late, or makes another call.
+        """
+        check_dtype(x)
+        if self.world_size == 1 or x.numel() == 0:
+            return _copied(x.repeat(self.world_size, *[1] * (x.dim() - 1)), out)
+        with _without_grad():
+            return self.transport.all_gather(x, site, out)
+
+    def _replay(self, site: Site) -> Tensor | None:
+        """What the site gave in the pass that is being recomputed, or None: this is no recompute."""
+        return self.replays.replay(site) if site.direction is Direction.forward and inside_backward() else None
+
+    def _begin(self, x: Tensor, site: Site) -> tuple[Compensator | None, bool]:
+        """Notes a call that sums; the compensator to use, and whether the result has to be kept for a replay."""
+        compensator, forward = self._compensators[site.direction], site.direction is Direction.forward
         is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._clocks[site.direction].tick(site, is_captured):
             compensator.reset()
             if forward:
                 self.replays.begin_pass(site.chunk)
-        keep = forward and self._is_recomputed()
-        with _without_grad():
-            reduced = self.transport.all_reduce(x, site, compensator if self.config.compensates else None, out, keep)
-        if keep:
-            self.replays.keep(site, reduced)
-        return reduced.output
+        return compensator if self.config.compensates else None, forward and self._is_recomputed()
 
     def exact_all_reduce(self, x: Tensor, site: Site, *, out: Tensor | None = None) -> Tensor:
         """The sum in FP32 in rank order, rounded once; for messages too small to gain from quantization (p2p only)."""
@@ -187,6 +249,10 @@ def _residuals(config: EchoConfig) -> str:
 
 def _copied(x: Tensor, out: Tensor | None) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
+
+
+def _same(output: Tensor) -> Tensor:
+    return output
 
 
 def _make_transport(group: dist.ProcessGroup, config: EchoConfig) -> tuple[Transport, str]:

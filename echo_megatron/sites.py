@@ -1,4 +1,4 @@
-"""A site: one all-reduce of a pass; and the clock that tells where a pass begins."""
+"""A site: one sum of a pass; and the clock that tells where a pass begins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from echo_megatron.config import Direction
 
 @dataclass(frozen=True)
 class Site:
-    """One quantized all-reduce of a pass.
+    """One quantized sum of a pass: an all-reduce, or a reduce-scatter under sequence parallelism.
+
+    An all-gather of the same linear is named by the site, with bits of its own.
 
     Attributes:
         idx: position in the order in which the pass of its direction visits the sites of its chunk, from 0.

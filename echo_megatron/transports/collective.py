@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Rescale
+from echo_megatron.config import Algorithm, Collective, EchoConfig, Rescale
 from echo_megatron.quantizer import Quantizer
 from echo_megatron.reference import (
     Segments,
@@ -19,6 +19,7 @@ from echo_megatron.reference import (
     finite_amax,
     make_quantizer,
     num_sent_bytes,
+    num_sent_share_bytes,
     rank_residual,
     sum_in_rank_order,
 )
@@ -55,9 +56,9 @@ class CollectiveTransport:
         keep: bool = False,
     ) -> Reduced:
         """See `Transport.all_reduce`."""
-        self._agree(x, site)
+        self._agree(x, site, Collective.all_reduce)
         quantizer = self._quantizer(site.bits)
-        exponent = self._call_exponent(x, quantizer, site) if self.config.rescale is Rescale.group else None
+        exponent = self._call_exponent(x, quantizer, site)
         values = quantizer.to_basis(x)
         if compensator is not None:
             values = compensator.apply(values)
@@ -75,20 +76,64 @@ class CollectiveTransport:
             return Reduced(output, output, _same)
         return Reduced(output, records, partial(_restore, quantizer, decode, x.shape, x.dtype))
 
-    def correction(self, x: Tensor, site: Site, compensator: Compensator) -> Tensor | None:
-        """See `Transport.correction`."""
-        num_values = self._quantizer(site.bits).num_basis_values(x.numel())
-        return compensator.correction(torch.Size((num_values,)), x.device)
+    def reduce_scatter(
+        self, x: Tensor, site: Site, compensator: Compensator | None, out: Tensor | None = None
+    ) -> Tensor:
+        """See `Transport.reduce_scatter`."""
+        self._agree(x, site, Collective.reduce_scatter)
+        quantizer = self._quantizer(site.bits)
+        exponent = self._call_exponent(x, quantizer, site)
+        shares = x.reshape(self.world_size, -1)
+        values = quantizer.rows_to_basis(shares)
+        if compensator is not None:
+            values = compensator.apply(values)
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        quantized = quantizer.quantize(values[others], exponent)
+        send = list(quantizer.pack(quantized))
+        send.insert(self.rank, send[0].new_empty(0))
+        received = self._all_to_all(send, quantizer.num_bytes(values.shape[-1]), site)
+        decoded = quantizer.decode(received, values.shape[-1])
+        own = values[self.rank].unsqueeze(0)
+        total = sum_in_rank_order(torch.cat((decoded[: self.rank], own, decoded[self.rank :])))
+        if compensator is not None:
+            residual = torch.zeros_like(values)
+            residual[others] = values[others] - quantizer.dequantize(quantized)
+            compensator.update(residual)
+        output = quantizer.from_basis(total, shares.shape[-1]).to(x.dtype)
+        return _placed(output.view(-1, *x.shape[1:]), out)
 
-    def num_sent_bytes(self, x: Tensor, site: Site) -> int:
+    def all_gather(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
+        """See `Transport.all_gather`."""
+        self._agree(x, site, Collective.all_gather)
+        quantizer = self._quantizer(site.bits)
+        exponent = self._call_exponent(x, quantizer, site)
+        values = quantizer.to_basis(x)
+        records = self._all_gather(quantizer.encode(values, exponent), site, "gather")
+        decoded = quantizer.from_basis(quantizer.decode(records, values.numel()), x.numel()).to(x.dtype)
+        return _placed(decoded.reshape(-1, *x.shape[1:]), out)
+
+    def correction(
+        self, x: Tensor, site: Site, compensator: Compensator, collective: Collective = Collective.all_reduce
+    ) -> Tensor | None:
+        """See `Transport.correction`."""
+        quantizer = self._quantizer(site.bits)
+        if collective is Collective.all_reduce:
+            return compensator.correction(torch.Size((quantizer.num_basis_values(x.numel()),)), x.device)
+        num_values = quantizer.num_basis_values(x.numel() // self.world_size)
+        return compensator.correction(torch.Size((self.world_size, num_values)), x.device)
+
+    def num_sent_bytes(self, x: Tensor, site: Site, collective: Collective = Collective.all_reduce) -> int:
         """See `Transport.num_sent_bytes`."""
-        return num_sent_bytes(self.config, site.bits, self.algorithm, self.world_size, self.rank, x.numel())
+        if collective is Collective.all_reduce:
+            return num_sent_bytes(self.config, site.bits, self.algorithm, self.world_size, self.rank, x.numel())
+        num_shares = self.world_size if collective is Collective.reduce_scatter else 1
+        return num_sent_share_bytes(self.config, site.bits, self.world_size, x.numel() // num_shares)
 
     def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """0: the process group's own all-reduce serves small messages."""
         return 0
 
-    def min_bytes(self, dtype: torch.dtype) -> int:
+    def min_bytes(self, dtype: torch.dtype, collective: Collective = Collective.all_reduce) -> int:
         """A few tokens: they are bound by latency, not by bytes."""
         return MIN_BYTES
 
@@ -187,21 +232,23 @@ class CollectiveTransport:
             self._wait(work, received)
         return received.view(self.world_size - 1, num_bytes)
 
-    def _call_exponent(self, x: Tensor, quantizer: Quantizer, site: Site) -> Tensor:
-        """One exponent for the tensor from the largest |x| over the ranks (paper Sec. 5.4)."""
+    def _call_exponent(self, x: Tensor, quantizer: Quantizer, site: Site) -> Tensor | None:
+        """With `rescale: group` one exponent for the tensor from the largest |x| over the ranks (paper Sec. 5.4)."""
+        if self.config.rescale is not Rescale.group:
+            return None
         amax = finite_amax(x)
         with self._named_errors(site, "rescale"):
             self._wait(dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group, async_op=True), x)
         return quantizer.call_exponent(amax)
 
-    def _agree(self, x: Tensor, site: Site) -> None:
+    def _agree(self, x: Tensor, site: Site, collective: Collective) -> None:
         """Fails on every rank when the ranks make different calls, which a collective would answer by hanging.
 
         On CPU before every call; on GPUs, where it costs a host synchronization, once for each kind of call.
         """
-        names = ("elements", "bytes an element", "bits", "site", "direction", "chunk")
-        direction = list(Direction).index(site.direction)
-        call = (x.numel(), x.element_size(), site.bits, site.idx, direction, site.chunk)
+        names = ("elements", "bytes an element", "bits", "site", "direction", "chunk", "collective")
+        kind = list(Collective).index(collective)
+        call = (x.numel(), x.element_size(), site.bits, *site.numbers, kind)
         if x.is_cuda and call in self._agreed:
             return
         mine = torch.tensor(call, dtype=torch.int64, device=x.device)
@@ -274,3 +321,7 @@ def _restore(
 
 def _same(output: Tensor) -> Tensor:
     return output
+
+
+def _placed(output: Tensor, out: Tensor | None) -> Tensor:
+    return output.contiguous() if out is None else out.copy_(output)

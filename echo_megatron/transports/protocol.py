@@ -89,8 +89,8 @@ class Transport(Protocol):
             out: where the result goes, contiguous memory apart from x.
 
         Returns:
-            `out`, or a new contiguous tensor [P * rows, ...] of x's dtype: the same bits on every rank and, for the same
-            x, in every call.
+            `out`, or a new contiguous tensor [P * rows, ...] of x's dtype: the same bits on every rank and, for the
+            same x, in every call.
 
         Raises:
             CommunicationError: as `all_reduce`.
