@@ -1,4 +1,4 @@
-"""The command `echo-megatron`: `pretrain` (Hydra), `compare`, `inspect`, `bench`."""
+"""The command `echo-megatron`: `pretrain` (Hydra), `compare`, `inspect`, `evaluate`, `bench`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ USAGE = """usage: echo-megatron COMMAND …
   compare RUN…                            loss curves and table of run folders; --help lists its options
   inspect RUN                             errors of every quantized all-reduce in a run's measured steps, against their
                                           bound; --figure draws them; --help lists its options
+  evaluate --model RUN                    perplexity of a checkpoint under a list of communication settings, at simulated
+                                          ranks or, under torchrun, real ones; --help lists its options
   bench                                   times all-reduces against NCCL on this machine's GPUs; --tune measures the
                                           transport's choices and writes the table that it reads; --help lists options
 
@@ -90,6 +92,13 @@ def inspect(arguments: Sequence[str]) -> int:
     return inspect_main(list(arguments), prog="echo-megatron inspect")
 
 
+def evaluate(arguments: Sequence[str]) -> int:
+    """Perplexity by communication setting; see `echo_megatron.evaluate.evaluate_cli`."""
+    from echo_megatron.evaluate.evaluate_cli import main as evaluate_main
+
+    return evaluate_main(list(arguments))
+
+
 def bench(arguments: Sequence[str]) -> int:
     """Time all-reduces, or tune; see `echo_megatron.bench`."""
     from echo_megatron.bench.all_reduce import main as bench_main
@@ -101,6 +110,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "pretrain": pretrain,
     "compare": compare,
     "inspect": inspect,
+    "evaluate": evaluate,
     "bench": bench,
 }
 

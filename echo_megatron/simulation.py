@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -25,7 +26,8 @@ class SimulatedTensorParallel:
         linears: name and module of each site, in the order in which a forward pass visits them.
         world_size: P, 1 to 8; it divides every linear's input dimension.
         config: the options; with `bits: 16` the partial outputs are added as they are. `min_bytes`, `directions` and
-            `phases` are not looked at; `early_fraction` is a fraction of the linears.
+            `phases` are not looked at. `early_fraction` is of the layers, by the first number in a linear's name; of
+            the linears where a name has none.
         rank_order: which slice each rank holds, a permutation of 0 to P-1; default their own order. Other orders round
             elsewhere and mean the same model, so their spread is the noise of a result.
 
@@ -54,10 +56,17 @@ class SimulatedTensorParallel:
         self.world_size = world_size
         self.config = config
         self._group = SimulatedGroup(world_size, config) if config.quantizes else None
+        layers = _layers([name for name, _ in linears])
+        num_layers = len(set(layers))
         self._linears = [
-            (linear, Site(idx, Direction.forward, name, config.site_bits(Direction.forward, idx, len(linears))))
-            for idx, (name, linear) in enumerate(linears)
+            (linear, Site(idx, Direction.forward, name, config.site_bits(Direction.forward, layer, num_layers)))
+            for idx, ((name, linear), layer) in enumerate(zip(linears, layers, strict=True))
         ]
+
+    @property
+    def sites(self) -> list[Site]:
+        """In the order of a pass."""
+        return [site for _, site in self._linears]
 
     def __enter__(self) -> SimulatedTensorParallel:
         for linear, site in self._linears:
@@ -72,12 +81,25 @@ class SimulatedTensorParallel:
 
     def _forward(self, linear: nn.Linear, site: Site, x: Tensor) -> Tensor:
         slices = split_linear(linear, x, self.world_size)
-        partial_outputs = [slices[idx] for idx in self.rank_order]
-        if self._group is None:
-            output = sum_in_rank_order(torch.stack(partial_outputs))
-        else:
-            output = self._group.all_reduce(partial_outputs, site)
+        output = sum_partial_outputs(self._group, [slices[idx] for idx in self.rank_order], site)
         return output if linear.bias is None else output + linear.bias
+
+
+def sum_partial_outputs(group: SimulatedGroup | None, partial_outputs: Sequence[Tensor], site: Site) -> Tensor:
+    """The ranks' partial outputs added: by the group's all-reduce, or without one as they are, in rank order."""
+    if group is None:
+        return sum_in_rank_order(torch.stack(list(partial_outputs)))
+    return group.all_reduce(partial_outputs, site)
+
+
+def _layers(names: Sequence[str]) -> list[int]:
+    """Zero-based layer of each linear: where its number comes among the numbers; its own place without numbers."""
+    numbers = [re.search(r"(?:^|\.)(\d+)\.", name) for name in names]
+    if not all(numbers):
+        return list(range(len(names)))
+    found = [int(number[1]) for number in numbers if number]
+    places = {number: place for place, number in enumerate(dict.fromkeys(found))}
+    return [places[number] for number in found]
 
 
 def split_linear(linear: nn.Linear, x: Tensor, world_size: int) -> list[Tensor]:

@@ -1,0 +1,142 @@
+"""Tensor parallelism of a Megatron-core model, simulated on one device: the arithmetic of P ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echo_megatron.config import Direction, EchoConfig
+from echo_megatron.integrations.linears import tensor_parallel_group
+from echo_megatron.integrations.megatron_sites import find_sites
+from echo_megatron.reference import SimulatedGroup
+from echo_megatron.simulation import sum_partial_outputs
+from echo_megatron.sites import Site
+
+
+class SimulatedMegatron:
+    """While it is entered, the linears of a model built at tensor-parallel size 1 compute as P ranks would.
+
+    The sites are those of `install`, and each is the all-reduce of P partial outputs. With local layers the
+    column-parallel linears and the output layer are computed in the ranks' slices as well, so that every matrix product
+    has the shape that it has on a rank: with the same kernels the bits are those of P ranks. With Transformer Engine's
+    they are computed whole, because their norm is fused into them.
+
+    For evaluation: the all-reduce has no gradient.
+
+    Args:
+        model: a GPTModel of one process, unwrapped.
+        world_size: P, 1 to 8; it divides heads, query groups and MLP width.
+        config: the options; with `bits: 16` the partial outputs are added as they are. `min_bytes`, `directions` and
+            `phases` are not looked at.
+
+    Raises:
+        ValueError: the model has no sites, is split over ranks already, or P does not divide it.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, config: EchoConfig) -> None:
+        self.world_size = world_size
+        self._group = SimulatedGroup(world_size, config) if config.quantizes else None
+        found = find_sites([model], config.replace(directions=[Direction.forward]))
+        sites = [(one.linear, one.site) for one in found]
+        if not sites:
+            raise ValueError(
+                f"{type(model).__name__}: expected transformer layers with row-parallel linears, found none"
+            )
+        if (size := tensor_parallel_group(sites[0][0]).size()) != 1:
+            raise ValueError(f"simulation: expected a model of one rank, got one of {size}")
+        _check_sizes(model, world_size)
+        self.sites = [site for _, site in sites]
+        self._forwards: list[tuple[Any, Callable[..., Any]]] = [
+            (linear, partial(self._row, linear, site)) for linear, site in sites
+        ]
+        if world_size > 1:
+            self._forwards += [
+                (linear, partial(self._column, linear, num_parts)) for linear, num_parts in _local_columns(model)
+            ]
+
+    def __enter__(self) -> SimulatedMegatron:
+        for linear, forward in self._forwards:
+            linear.forward = forward
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for linear, _ in self._forwards:
+            del linear.forward  # the class's own is behind it
+
+    def _row(self, linear: Any, site: Site, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        shards = zip(x.chunk(self.world_size, -1), linear.weight.chunk(self.world_size, 1), strict=True)
+        # Contiguous, as on a rank: a matrix product may choose its kernel by the strides.
+        partial_outputs = [F.linear(inputs.contiguous(), weight.contiguous()) for inputs, weight in shards]
+        output = sum_partial_outputs(self._group, partial_outputs, site)
+        bias = linear.bias if isinstance(linear.bias, Tensor) and linear.bias.numel() else None
+        if bias is None:
+            return output, None
+        return (output, bias) if _returns_bias(linear) else (output + bias, None)
+
+    def _column(
+        self,
+        linear: Any,
+        num_parts: int,
+        x: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        weight = linear.weight if weight is None else weight
+        outputs = [F.linear(x, part) for part in split_rows(weight, num_parts, self.world_size)]
+        output = join_columns(outputs, num_parts)
+        if linear.bias is None:
+            return output, None
+        return (output, linear.bias) if linear.skip_bias_add else (output + linear.bias, None)
+
+
+def split_rows(weight: Tensor, num_parts: int, world_size: int) -> list[Tensor]:
+    """Each rank's rows of a column-parallel weight [rows, in].
+
+    Args:
+        weight: of one rank.
+        num_parts: matrices that lie one above the other in it and are split one by one: 2 for gate and up.
+        world_size: P.
+    """
+    by_part = [part.chunk(world_size) for part in weight.chunk(num_parts)]
+    return [torch.cat(rows) if num_parts > 1 else rows[0] for rows in zip(*by_part, strict=True)]
+
+
+def join_columns(outputs: Sequence[Tensor], num_parts: int) -> Tensor:
+    """The output of the whole weight from those of `split_rows`: [..., rows]."""
+    by_part = zip(*(output.chunk(num_parts, -1) for output in outputs), strict=True)
+    return torch.cat([output for part in by_part for output in part], -1)
+
+
+def _returns_bias(linear: Any) -> bool:
+    """Local linears call it skip_bias_add, Transformer Engine's te_return_bias."""
+    return bool(getattr(linear, "te_return_bias", getattr(linear, "skip_bias_add", False)))
+
+
+def _check_sizes(model: Any, world_size: int) -> None:
+    config = model.config
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if getattr(config, name) % world_size:
+            raise ValueError(
+                f"{name}: expected a multiple of {world_size} simulated ranks, got {getattr(config, name)}; "
+                "leave that size out"
+            )
+
+
+def _local_columns(model: Any) -> list[tuple[Any, int]]:
+    """Megatron's local column-parallel linears and how many matrices lie in each; also the output layer."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, ColumnParallelLinear):
+            is_gated = name.endswith(".linear_fc1") and model.config.gated_linear_unit
+            found.append((module, 2 if is_gated else 1))
+    return found
