@@ -15,8 +15,8 @@ USAGE = """usage: echo-megatron COMMAND …
   compare RUN…                            loss curves and table of run folders; --help lists its options
   inspect RUN                             errors of every quantized all-reduce in a run's measured steps, against their
                                           bound; --figure draws them; --help lists its options
-  evaluate --model RUN                    perplexity of a checkpoint under a list of communication settings, at simulated
-                                          ranks or, under torchrun, real ones; --help lists its options
+  evaluate --model RUN                    perplexity of a checkpoint under a list of communication settings, at
+                                          simulated ranks or, under torchrun, real ones; --help lists options
   bench                                   times all-reduces against NCCL on this machine's GPUs; --tune measures the
                                           transport's choices and writes the table that it reads; --help lists options
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echo_megatron.config import Algorithm, Direction, EchoConfig
+from echo_megatron.config import Direction, EchoConfig
 from echo_megatron.evaluate.simulated_megatron import SimulatedMegatron
 from echo_megatron.integrations.megatron import install
 from echo_megatron.reference import choose_algorithm, num_sent_bytes
@@ -146,8 +146,8 @@ class MegatronSubject:
             like = torch.empty(1, dtype=self.model.config.params_dtype, device=self.device).expand(num_values)
             if like.nbytes < (limit := communicator.min_bytes(like.dtype)):
                 raise ValueError(
-                    f"messages of {like.nbytes:,} bytes stay at full precision (min_bytes {limit:,}), so there is nothing "
-                    "to evaluate; give a larger --batch or --context, or the setting with min_bytes=0"
+                    f"messages of {like.nbytes:,} bytes stay at full precision (min_bytes {limit:,}), so there is "
+                    "nothing to evaluate; give a larger --batch or --context, or the setting with min_bytes=0"
                 )
             sent = sum(transport.num_sent_bytes(like, site) for site in installation.sites)
             relative = sent / (len(installation.sites) * ring_bytes(world_size, num_values))

@@ -68,7 +68,7 @@ def _delta_loss(row: Row) -> str:
 
 def ablation_table(rows: Sequence[Row]) -> list[str]:
     """The paper's Table 8: our perplexities of its form at 4 and 8 bits, its own, and ours of our form."""
-    blocks = []
+    blocks: list[str] = []
     for world_size, kind in dict.fromkeys((row["P"], row["ranks"]) for row in rows):
         own = {row["setting"]: row for row in rows if (row["P"], row["ranks"]) == (world_size, kind)}
         body = [
