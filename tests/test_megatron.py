@@ -397,7 +397,7 @@ def refusals(rank, world_size):
     for refusal in _REFUSALS:
         values = {
             "symmetric_ar_type": "two_shot", "mlp_chunks_for_training": 2, "mlp_chunks_for_prefill": 2,
-            "num_moe_experts": 4, "transformer_impl": "inference_optimized",
+            "transformer_impl": "inference_optimized",
         }  # fmt: skip
         saved = dict(vars(trainer.config))
         setattr(trainer.config, refusal.option, values.get(refusal.option, True))
@@ -437,7 +437,7 @@ def test_models_without_sites_are_refused():
         install(torch.nn.Linear(2, 2), ECHO4)
     model = torch.nn.Module()
     model.config = SimpleNamespace(hidden_size=8)
-    check_model(model)
+    check_model(model, ECHO4)
     with pytest.raises(ValueError, match="found none in Module"):
         install(model, ECHO4)
 

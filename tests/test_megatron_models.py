@@ -198,17 +198,17 @@ def reported(rank, world_size):
 def test_the_report_names_every_site_and_what_stays():
     lines = run_ranks(reported, 2)[0]
     assert lines[0].startswith("echo: 4-bit rotated")
-    assert lines[1].split() == ["layers", "module", "direction", "shape", "bits", "transport"]
+    assert lines[1].split() == ["layers", "module", "direction", "collective", "shape", "bits", "transport"]
     rows = [line.split("  ") for line in lines[2:-1]]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     shape = f"[…, {HIDDEN}]"
     assert cells == [
-        ["0-1", "self_attention.linear_proj", "forward", shape, "8", "collective"],
-        ["0-1", "mlp.linear_fc2", "forward", shape, "8", "collective"],
-        ["2", "self_attention.linear_proj", "forward", shape, "4", "collective"],
-        ["2", "mlp.linear_fc2", "forward", shape, "4", "collective"],
-        ["0-2", "mlp.linear_fc1", "backward", shape, "4", "collective"],
-        ["0-2", "self_attention.linear_qkv", "backward", shape, "4", "collective"],
+        ["0-1", "self_attention.linear_proj", "forward", "all-reduce", shape, "8", "collective"],
+        ["0-1", "mlp.linear_fc2", "forward", "all-reduce", shape, "8", "collective"],
+        ["2", "self_attention.linear_proj", "forward", "all-reduce", shape, "4", "collective"],
+        ["2", "mlp.linear_fc2", "forward", "all-reduce", shape, "4", "collective"],
+        ["0-2", "mlp.linear_fc1", "backward", "all-reduce", shape, "4", "collective"],
+        ["0-2", "self_attention.linear_qkv", "backward", "all-reduce", shape, "4", "collective"],
     ]
     assert lines[-1].startswith("not quantized: ")
     assert all(word in lines[-1] for word in ("embedding.word_embeddings", "output_layer", "cross-entropy"))

@@ -57,7 +57,7 @@ def check_container(config: EchoConfigContainer) -> None:
             raise ValueError(
                 f"echo: {override}=True is not supported: {why}. Expected {override}=False, or echo.tp_comm=nccl"
             )
-    check_config(config.model)
+    check_config(config.model, echo)
     if config.echo.inspect_every and uses_cuda_graphs(config.model):
         raise ValueError(
             f"echo.inspect_every={config.echo.inspect_every}: a CUDA graph's replay runs no Python, so nothing could "

@@ -45,6 +45,7 @@ class EchoBridgeConfig:
     phases: list[str] | None = None
     early_bits: int | None = None
     early_fraction: float | None = None
+    gather_bits: int | None = None
     timeout_s: float | None = None
 
     def resolve(self) -> EchoConfig:

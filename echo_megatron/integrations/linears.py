@@ -1,6 +1,7 @@
 """Tensor-parallel linears of Megatron-core, local or Transformer Engine's: their process group, and what they must be.
 
-Both kinds end in `torch.distributed.all_reduce(t, group=<the module's group>)` and read the group from `tp_group`;
+Both kinds end in `torch.distributed.all_reduce(t, group=<the module's group>)`, or with sequence parallelism in
+`reduce_scatter_tensor` and `all_gather_into_tensor`, and read the group from `tp_group`;
 Transformer Engine's public way to set it is `set_tensor_parallel_group`. Their checkpoints do not depend on it.
 """
 
@@ -87,9 +88,10 @@ def _check_transformer_engine(linear: Any, name: str, direction: Direction) -> N
             f"echo: {name} is a {kind} with parallel_mode={mode!r}, expected {_MODES[direction]!r}: the all-reduce is "
             "not its own; use tp_comm=nccl"
         )
-    for option in ("symmetric_ar_type", "sequence_parallel"):
-        if value := getattr(linear, option, None):
-            raise ValueError(f"echo: {name} has {option}={value!r}, which replaces the all-reduce; use tp_comm=nccl")
+    if value := getattr(linear, "symmetric_ar_type", None):
+        raise ValueError(
+            f"echo: {name} has symmetric_ar_type={value!r}, which replaces the all-reduce; use tp_comm=nccl"
+        )
     if used := [option for option in vars(linear) if option.startswith("ub_overlap_") and getattr(linear, option)]:
         raise ValueError(
             f"echo: {name} has {', '.join(used)}: userbuffers replace the all-reduce; use tp_comm_overlap=False"
@@ -108,5 +110,6 @@ def _check_local(linear: Any, name: str, direction: Direction) -> None:
         raise ValueError(f"echo: {name} has no tp_group; expected megatron-core 0.15.3 or newer")
     if direction is Direction.forward and getattr(linear, "explicit_expert_comm", False):
         raise ValueError(f"echo: {name} has explicit_expert_comm: the all-reduce is not its own; use tp_comm=nccl")
-    if direction is Direction.backward and linear.tp_group.size() > 1 and not linear.allreduce_dgrad:
+    sums_dgrad = linear.tp_group.size() == 1 or direction is Direction.forward or linear.allreduce_dgrad
+    if not (sums_dgrad or linear.sequence_parallel):
         raise ValueError(f"echo: {name} has disable_grad_reduce: it sums no input gradient; use directions: [forward]")

@@ -1,7 +1,8 @@
 """Megatron-core: gives the four linears of every transformer layer a process group of their own.
 
-The linears may be Megatron's local ones or Transformer Engine's. Everything else keeps its communication: embedding, LM
-head, cross-entropy, norm gradients, cross-attention, multi-token prediction, adapters.
+The linears may be Megatron's local ones or Transformer Engine's, with or without sequence parallelism. Everything else
+keeps its communication: embedding, LM head, cross-entropy, norm gradients, experts and their routing, cross-attention,
+multi-token prediction, adapters.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Installation:
 
     @property
     def sites(self) -> list[Site]:
-        """The covered sites, pass by pass in the order of each pass."""
-        return [found.site for found in self._found]
+        """The sites whose sums are covered, pass by pass in the order of each pass."""
+        return [found.site for found in self._found if found.sums]
 
     def uninstall(self) -> None:
         """Restores every linear's own process group and gives the communicator's memory back.
@@ -96,7 +97,9 @@ class Installation:
 
 
 def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -> Installation:
-    """Quantizes the tensor-parallel all-reduces of a Megatron-core model.
+    """Quantizes the tensor-parallel communication of a Megatron-core model.
+
+    That is its all-reduces, or with sequence parallelism its reduce-scatters and all-gathers.
 
     Call it once on every rank, after the chunks are built and before the first forward pass; wrapping in DDP, PEFT and
     loading a checkpoint may come before or after. Collective.
@@ -118,7 +121,7 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
     if not config.quantizes:
         return installation
     for chunk in chunks:
-        check_model(chunk)
+        check_model(chunk, config)
     found = list(find_sites(chunks, config))
     if not found and _has_pipeline_stages(chunks):
         logger.info("echo: this pipeline stage has no transformer layer; nothing is installed in it")
@@ -146,7 +149,10 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
             raise
     for one in found:
         is_active = _phase_test(one.linear, config)
-        set_tensor_parallel_group(one.linear, EchoProcessGroup(communicator, one.site, one.hidden_size, is_active))
+        site_group = EchoProcessGroup(
+            communicator, one.site, one.hidden_size, is_active, sums=one.sums, gather=one.gather
+        )
+        set_tensor_parallel_group(one.linear, site_group)
     covered = {id(one.linear) for one in found}
     return Installation(
         config, communicator, uses_cuda_graphs(layer_config), found, exact_modules(chunks, covered), group

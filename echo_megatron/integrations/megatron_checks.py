@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from echo_megatron.config import EchoConfig
+from echo_megatron.reference import check_scattered_residual
+
 
 @dataclass(frozen=True)
 class _Refusal:
@@ -24,7 +27,6 @@ def _on(value: Any) -> bool:
 
 
 _REFUSALS = (
-    _Refusal("sequence_parallel", _on, "False", "its reduce-scatter and all-gather are not quantized yet"),
     _Refusal("tp_comm_overlap", _on, "False", "userbuffers replace the all-reduce that Echo replaces"),
     _Refusal("symmetric_ar_type", _on, "None", "it replaces the all-reduce that Echo replaces"),
     _Refusal(
@@ -33,7 +35,6 @@ _REFUSALS = (
     _Refusal(
         "mlp_chunks_for_prefill", lambda n: n > 1, "1", "fc2 would run several times a pass on slices of the batch"
     ),
-    _Refusal("num_moe_experts", _on, "None", "MoE layers communicate by expert; dense layers only"),
     _Refusal(
         "overlap_moe_expert_parallel_comm", _on, "False", "it interleaves forward and backward passes layer by layer"
     ),
@@ -56,11 +57,12 @@ _REFUSALS = (
 )
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, echo: EchoConfig) -> None:
     """Raises ValueError naming the first option of a TransformerConfig that is not supported.
 
     Args:
         config: a TransformerConfig, or what has its attributes; those that a version lacks are not checked.
+        echo: the options of the communication.
     """
     for refusal in _REFUSALS:
         if hasattr(config, refusal.option) and refusal.is_refused(value := getattr(config, refusal.option)):
@@ -68,9 +70,12 @@ def check_config(config: Any) -> None:
                 f"echo: {refusal.option}={value!r} is not supported: {refusal.why}. "
                 f"Expected {refusal.option}={refusal.expected}, or tp_comm=nccl"
             )
+    if getattr(config, "sequence_parallel", False):
+        for direction in echo.directions:
+            check_scattered_residual(echo, direction)
 
 
-def check_model(chunk: nn.Module) -> None:
+def check_model(chunk: nn.Module, echo: EchoConfig) -> None:
     """Raises ValueError naming the first option of the chunk's TransformerConfigs, or module, that is not supported."""
     configs = {id(config): config for config in (getattr(module, "config", None) for module in chunk.modules())}
     megatron = [config for config in configs.values() if hasattr(config, "hidden_size")]
@@ -79,7 +84,7 @@ def check_model(chunk: nn.Module) -> None:
             f"echo: expected a Megatron-core model, got {type(chunk).__name__} without a TransformerConfig"
         )
     for config in megatron:
-        check_config(config)
+        check_config(config, echo)
     for name, module in chunk.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
             raise ValueError(

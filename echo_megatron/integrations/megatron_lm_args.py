@@ -105,7 +105,7 @@ def check_args(args: Namespace, config: EchoConfig) -> None:
                 f"echo: --{name.replace('_', '-')} is not supported together with {FLAG} {args.tp_comm}: {why}. "
                 f"Remove it, or use {FLAG} nccl"
             )
-    check_config(args)  # what they have of a TransformerConfig's options has its names
+    check_config(args, config)  # what they have of a TransformerConfig's options has its names
 
 
 def describe_difference(checkpoint_args: Namespace, args: Namespace) -> str | None:

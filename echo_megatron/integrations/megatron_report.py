@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from echo_megatron.communicator import Communicator
-from echo_megatron.integrations.megatron_sites import FoundSite
+from echo_megatron.config import Collective, Direction
+from echo_megatron.integrations.megatron_sites import FoundSite, gather_direction
 
-_TITLES = ("layers", "module", "direction", "shape", "bits", "transport")
+_TITLES = ("layers", "module", "direction", "collective", "shape", "bits", "transport")
 # Sums of Megatron that are no module's.
 _OTHER = ("cross-entropy", "norm gradients", "gradient norm")
 
@@ -23,9 +24,9 @@ def describe(communicator: Communicator | None, found: Sequence[FoundSite], exac
     if communicator is None:
         return "echo: nothing installed; tensor parallelism uses Megatron's own communication"
     layers: dict[tuple[str, ...], list[int]] = {}
-    for one in found:
+    for one, direction, collective, bits in [*_sums(found), *_gathers(found)]:
         shape = f"[…, {one.hidden_size}]"
-        row = (one.module, one.site.direction.name, shape, str(one.site.bits), communicator.transport.name)
+        row = (one.module, direction.name, _words(collective), shape, str(bits), communicator.transport.name)
         layers.setdefault(row, []).append(one.layer)
     rows = [_TITLES, *((_ranges(numbers), *row) for row, numbers in layers.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -37,6 +38,27 @@ def describe(communicator: Communicator | None, found: Sequence[FoundSite], exac
             f"not quantized: {', '.join((*exact, *_OTHER))}",
         ]
     )
+
+
+_Row = tuple[FoundSite, Direction, Collective, int]
+
+
+def _sums(found: Sequence[FoundSite]) -> list[_Row]:
+    return [(one, one.site.direction, one.collective, one.site.bits) for one in found if one.sums]
+
+
+def _gathers(found: Sequence[FoundSite]) -> list[_Row]:
+    """In the order of a forward and of a backward pass."""
+    rows = [
+        (one, gather_direction(one.site), Collective.all_gather, one.gather.bits)
+        for one in reversed(found)
+        if one.gather is not None
+    ]
+    return sorted(rows, key=lambda row: list(Direction).index(row[1]))
+
+
+def _words(collective: Collective) -> str:
+    return collective.name.replace("_", "-")
 
 
 def _ranges(numbers: Iterable[int]) -> str:

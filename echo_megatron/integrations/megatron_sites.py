@@ -1,20 +1,22 @@
-"""Where the sites are in a Megatron-core model: of every transformer layer the four linears that sum over the ranks.
+"""Where the sites are in a Megatron-core model: of every transformer layer the four linears that communicate.
 
 Modules are found by what they are, not by the model's class: in each stack of `TransformerLayer`s (GPTModel's decoder,
 HybridModel's attention and MLP layers, an encoder, a vision tower) the self-attention projection and MLP fc2
-(row-parallel: forward sites), qkv and fc1 (column-parallel: backward sites).
+(row-parallel: forward sites), qkv and fc1 (column-parallel: backward sites). With sequence parallelism each of them
+also gathers: a column-parallel linear its input, in the forward pass and again for the weight gradient, a row-parallel
+one its output's gradient. Of a layer with experts it is the attention's two.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from echo_megatron.config import Direction, EchoConfig
+from echo_megatron.config import NATIVE_BITS, Collective, Direction, EchoConfig
 from echo_megatron.integrations.linears import check_linear, is_tensor_parallel, unwrapped
 from echo_megatron.integrations.versions import require
 from echo_megatron.sites import Site
@@ -32,10 +34,12 @@ class FoundSite:
 
     Attributes:
         site: the site.
-        linear: the linear whose all-reduce it is.
+        linear: the linear whose sum it is.
         layer: zero-based layer of the whole model, pipeline stages included.
         module: the stack and the linear without the layer's number, e.g. `mlp.linear_fc2`.
         layer_config: the layer's TransformerConfig.
+        sums: whether its sums are quantized, in passes of the site's direction.
+        gather: the site with the bits of the linear's all-gathers; None where it makes none that are quantized.
     """
 
     site: Site
@@ -43,14 +47,21 @@ class FoundSite:
     layer: int
     module: str
     layer_config: Any
+    sums: bool = True
+    gather: Site | None = None
 
     @property
     def hidden_size(self) -> int:
         return self.layer_config.hidden_size
 
+    @property
+    def collective(self) -> Collective:
+        """What its sum is."""
+        return Collective.reduce_scatter if self.layer_config.sequence_parallel else Collective.all_reduce
+
 
 def find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[FoundSite]:
-    """Every site of the config's directions, in the order in which its pass visits it.
+    """Every site that communicates in a direction of the config's, in the order in which its pass visits it.
 
     Each stack of layers is a chunk of its own to the communicator: passes of an encoder and of a decoder never share a
     compensator's state, and either may run first.
@@ -60,7 +71,7 @@ def find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[Foun
     """
     stacks = [(path if len(own) > 1 else "", layers) for own in map(_stacks, chunks) for path, layers in own.items()]
     for chunk_idx, (path, layers) in enumerate(stacks):
-        for direction in config.directions:
+        for direction in Direction:
             ordered = layers if direction is Direction.forward else layers[::-1]
             places = ((layer, module) for layer in ordered for module in _SITES_OF_LAYER[direction])
             idx = 0
@@ -70,11 +81,27 @@ def find_sites(chunks: Sequence[nn.Module], config: EchoConfig) -> Iterator[Foun
                 linear = _linear(layer, module, name)
                 if linear is None:
                     continue  # a layer without attention or without MLP (hybrid and heterogeneous models)
-                check_linear(linear, name, direction)
                 bits = config.site_bits(direction, layer_idx, layer.config.num_layers)
                 site = Site(idx, direction, name, bits, chunk_idx)
-                yield FoundSite(site, linear, layer_idx, f"{path}.*.{module}" if path else module, layer.config)
+                sums, gather = direction in config.directions, _gather_site(site, layer.config, config)
                 idx += 1
+                if sums or gather is not None:
+                    check_linear(linear, name, direction)
+                    place = f"{path}.*.{module}" if path else module
+                    yield FoundSite(site, linear, layer_idx, place, layer.config, sums, gather)
+
+
+def gather_direction(site: Site) -> Direction:
+    """The pass whose activations the site's linear gathers: the one in which it does not sum.
+
+    A column-parallel linear gathers its input again in the backward pass. That has to be what the forward pass had.
+    """
+    return Direction.backward if site.direction is Direction.forward else Direction.forward
+
+
+def _gather_site(site: Site, layer_config: Any, config: EchoConfig) -> Site | None:
+    is_quantized = gather_direction(site) in config.directions and config.gather_bits != NATIVE_BITS
+    return replace(site, bits=config.gather_bits) if layer_config.sequence_parallel and is_quantized else None
 
 
 def transformer_layers(chunk: nn.Module) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class EchoTPComm(Callback, IOMixin):
                 f"EchoTPComm: fsdp={strategy._fsdp!r} is not supported: it was not tried together with Echo. "
                 "Expected fsdp=None, or tp_comm=nccl"
             )
-        check_config(pl_module.config)
+        check_config(pl_module.config, self._config)
         check_group(strategy.tensor_model_parallel_size, self._config)
         if strategy.tensor_model_parallel_size == 1 and trainer.is_global_zero:
             logging.info(

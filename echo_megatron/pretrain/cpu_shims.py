@@ -8,18 +8,19 @@ Megatron-core takes CUDA for granted. Found one at a time by running without the
 4. Factory calls with `device="cuda"`, `.cuda()`, `pin_memory=True` (`FP32Optimizer`, gradient clipping, checkpointing).
 5. Gradient clipping asserts that `grad.type()` is `torch.cuda.FloatTensor`.
 6. DDP's gradient reduction and the pipeline's messages use `torch.cuda.current_stream()` and `synchronize()`.
+7. The norm that needs neither CUDA nor Apex asserts that sequence parallelism is off.
 
-`TransformerConfig(use_cpu_initialization=True)` is the seventh; `model.py` sets it on every device, because it also
+`TransformerConfig(use_cpu_initialization=True)` is the eighth; `model.py` sets it on every device, because it also
 makes the initial weights independent of the tensor-parallel size.
 
 What NeMo adds (`install_nemo_cpu_shims`):
 
-8. It builds DDP on a side stream: `torch.cuda.Stream()` and `torch.cuda.stream()`.
-9. It logs `torch.cuda.max_memory_reserved()` and `max_memory_allocated()`.
-10. It seeds Megatron's random-number tracker only where there is a CUDA device.
-11. Its progress printer gathers (zero) timers on rank 0 alone; gloo counts that as a call, and the next one hangs.
-12. It moves a loaded checkpoint's tensors to the current CUDA device.
-13. megatron-core 0.15.3 compiles a CUDA extension when it is imported: `TORCH_CUDA_ARCH_LIST` has to be set.
+9. It builds DDP on a side stream: `torch.cuda.Stream()` and `torch.cuda.stream()`.
+10. It logs `torch.cuda.max_memory_reserved()` and `max_memory_allocated()`.
+11. It seeds Megatron's random-number tracker only where there is a CUDA device.
+12. Its progress printer gathers (zero) timers on rank 0 alone; gloo counts that as a call, and the next one hangs.
+13. It moves a loaded checkpoint's tensors to the current CUDA device.
+14. megatron-core 0.15.3 compiles a CUDA extension when it is imported: `TORCH_CUDA_ARCH_LIST` has to be set.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from echo_megatron.pretrain.norm import TorchNorm
 
 _installed = False
 
@@ -73,6 +76,7 @@ def install_cpu_shims() -> None:
         return
     _installed = True
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     class CpuRngStatesTracker(megatron_random.CudaRNGStatesTracker):
         """Megatron's tracker with its contract, on the CPU generator (2)."""
@@ -105,25 +109,26 @@ def install_cpu_shims() -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # (3)
     megatron_random._set_cuda_rng_state = lambda *args, **kwargs: None
+    WrappedTorchNorm.__new__ = TorchNorm.__new__  # type: ignore[assignment]  # (7)
     _CudaToCpu().__enter__()
 
 
 def install_nemo_cpu_shims() -> None:
     """Make NeMo run on the CPU in this process, for good. Call before NeMo is imported; twice is harmless."""
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # (13)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # (14)
     install_cpu_shims()
     null_stream = _NullStream()
-    torch.cuda.Stream = lambda *args, **kwargs: null_stream  # type: ignore[assignment, misc]  # (8)
+    torch.cuda.Stream = lambda *args, **kwargs: null_stream  # type: ignore[assignment, misc]  # (9)
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.max_memory_reserved = lambda *args, **kwargs: 0  # (9)
+    torch.cuda.max_memory_reserved = lambda *args, **kwargs: 0  # (10)
     torch.cuda.max_memory_allocated = lambda *args, **kwargs: 0
     from nemo.lightning import megatron_init
     from nemo.lightning.io import pl
     from nemo.lightning.pytorch.callbacks.progress_printer import ProgressPrinter
 
-    megatron_init._set_random_seed = seed_all  # (10)
-    ProgressPrinter.log_megatron_timers = lambda self, timers: None  # (11)
-    pl._fix_tensors_device = lambda checkpoint: checkpoint  # (12)
+    megatron_init._set_random_seed = seed_all  # (11)
+    ProgressPrinter.log_megatron_timers = lambda self, timers: None  # (12)
+    pl._fix_tensors_device = lambda checkpoint: checkpoint  # (13)
 
 
 def seed_all(seed: int) -> None:
