@@ -10,7 +10,13 @@ from distributed import run_ranks
 
 from echo_megatron.communicator import Communicator
 from echo_megatron.config import Direction, EchoConfig
-from echo_megatron.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from echo_megatron.mappings import (
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from echo_megatron.reference import SimulatedGroup
 from echo_megatron.sites import Site
 
@@ -44,12 +50,47 @@ def test_regions_are_each_other_s_transpose_and_the_reference_s_sums(world_size)
         assert torch.equal(reduced, outputs) and straight and torch.equal(grad, gradient)
 
 
+def sequence_regions(rank, world_size, gather_bits):
+    communicator = Communicator(dist.group.WORLD, EchoConfig(gather_bits=gather_bits))
+    whole, share = tensor(rank, 1).requires_grad_(), tensor(rank, 2)[: 40 // world_size].requires_grad_()
+    scattered = reduce_scatter_to_sequence_parallel_region(whole, communicator, FORWARD)
+    scattered.backward(tensor(rank, 3)[: 40 // world_size])
+    gathered = gather_from_sequence_parallel_region(share, communicator, BACKWARD)
+    gathered.backward(tensor(rank, 4))
+    same = tensor(0, 5).requires_grad_()
+    own = scatter_to_sequence_parallel_region(same, communicator)
+    own.backward(tensor(rank, 3)[: 40 // world_size])
+    return [x.detach() for x in (scattered, whole.grad, gathered, share.grad, own, same.grad)]
+
+
+@pytest.mark.parametrize("gather_bits", [4, 16])
+def test_sequence_regions_are_each_other_s_transpose_and_the_reference_s(gather_bits):
+    world_size, ranks = 2, range(2)
+    simulated = SimulatedGroup(world_size, EchoConfig())
+    shares = simulated.reduce_scatter([tensor(rank, 1) for rank in ranks], FORWARD)
+    gradient = simulated.reduce_scatter([tensor(rank, 4) for rank in ranks], BACKWARD)
+    inputs, grads = ([tensor(rank, seed)[:20] for rank in ranks] for seed in (2, 3))
+    exact_inputs, exact_grads = torch.cat(inputs), torch.cat(grads)
+    if gather_bits == 16:
+        gathered, gathered_grad = exact_inputs, exact_grads
+    else:
+        gathered, gathered_grad = (simulated.all_gather(xs, gather_bits) for xs in (inputs, grads))
+    for rank, results in enumerate(run_ranks(sequence_regions, world_size, gather_bits)):
+        own = tensor(0, 5)[20 * rank : 20 * (rank + 1)]
+        expected = (shares[rank], gathered_grad, gathered, gradient[rank], own, exact_grads)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
 def wrong_direction(rank, world_size):
     communicator = Communicator(dist.group.WORLD, EchoConfig())
     with pytest.raises(ValueError, match="expected a forward site, got a backward one"):
         reduce_from_tensor_parallel_region(torch.ones(4), communicator, BACKWARD)
     with pytest.raises(ValueError, match="expected a backward site, got a forward one"):
         copy_to_tensor_parallel_region(torch.ones(4), communicator, FORWARD)
+    with pytest.raises(ValueError, match="expected a forward site, got a backward one"):
+        reduce_scatter_to_sequence_parallel_region(torch.ones(4), communicator, BACKWARD)
+    with pytest.raises(ValueError, match="expected a backward site, got a forward one"):
+        gather_from_sequence_parallel_region(torch.ones(4), communicator, FORWARD)
     return True
 
 
