@@ -67,28 +67,35 @@ class SdpaCoreAttention(MegatronModule):
         """Causal attention of this rank's heads.
 
         Args:
-            query: [sequence, batch, heads, channels].
-            key: [sequence, batch, query groups, channels].
+            query: [sequence, batch, heads, channels]; one position, where a KV cache holds the earlier ones.
+            key: [sequence, batch, query groups, channels]; with a KV cache also the earlier positions.
             value: as `key`.
             attention_mask: has to be None: the mask is causal.
+            attn_mask_type: causal, or with a KV cache no_mask.
 
         Returns:
             [sequence, batch, heads * channels].
 
         Raises:
-            ValueError: a mask, a bias, packed sequences or a KV cache (more keys than queries) were given.
+            ValueError: a mask, a bias or packed sequences were given, or more keys than queries where there are several
+                queries: Megatron-core gives no mask for these, so that they would see each other's future.
         """
+        from_cache = query.size(0) == 1 and key.size(0) > 1  # the last position, which sees all of them
+        mask_types = (None, AttnMaskType.causal, *([AttnMaskType.no_mask] if from_cache else []))
         refused = {
             "attention_mask": attention_mask is not None,
             "attention_bias": attention_bias is not None,
             "packed_seq_params": packed_seq_params is not None,
-            f"attn_mask_type={attn_mask_type}": attn_mask_type not in (None, AttnMaskType.causal),
-            f"{key.size(0)} keys for {query.size(0)} queries": key.size(0) != query.size(0),
+            f"attn_mask_type={attn_mask_type}": attn_mask_type not in mask_types,
+            f"{key.size(0)} keys for {query.size(0)} queries": not from_cache and key.size(0) != query.size(0),
         }
         if reasons := [name for name, is_refused in refused.items() if is_refused]:
-            raise ValueError(f"SdpaCoreAttention is causal attention of whole sequences; it got {', '.join(reasons)}")
+            raise ValueError(
+                "SdpaCoreAttention is causal attention of whole sequences, or of one position after those of a KV cache; "
+                f"it got {', '.join(reasons)}"
+            )
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         context = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
+            q, k, v, is_causal=not from_cache, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
         )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
