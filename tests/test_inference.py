@@ -20,7 +20,7 @@ from echo_megatron.config import EchoConfig
 from echo_megatron.evaluate.inference import GREEDY, InferenceModel, Sampling, load_model
 from echo_megatron.pretrain.traffic import TrafficMeter
 
-NUM_TOKENS = 8
+NUM_TOKENS = 5
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14, 15], [21], [31, 32, 33, 34, 35, 36, 37])
 LONG = (list(range(90)), [7, 8, 9])  # the first is more than an engine step's 64 tokens
 NATIVE = EchoConfig.preset("nccl")
@@ -59,7 +59,7 @@ def _engines(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     install_stand_ins()
     gpt, vocab_size = load_model(folder, torch.device("cpu"))
     found: dict[str, Any] = {}
-    for name, config in (("nccl", NATIVE), ("through", PASS_THROUGH), ("echo4", ECHO4), ("early8", EARLY8)):
+    for name, config in (("nccl", NATIVE), ("through", PASS_THROUGH), ("echo4", ECHO4)):
         with InferenceModel(gpt, config, vocab_size) as model:
             tokens = {"generate": model.generate(PROMPTS, NUM_TOKENS)}
             tokens["no cache"] = [without_cache(model, prompt) for prompt in PROMPTS]
@@ -82,7 +82,7 @@ def test_engines_generate_the_tokens_of_passes_without_a_cache(tmp_path: Path) -
     first, second = run_ranks(_engines, 2, tmp_path / "hf")
     assert first == second
     expected = {name: tokens["no cache"] for name, tokens in first.items()}
-    assert expected["through"] == expected["nccl"] != expected["echo4"] != expected["early8"]
+    assert expected["through"] == expected["nccl"] != expected["echo4"]
     for name, ways in first.items():
         for way, tokens in ways.items():
             assert tokens == expected[name], (name, way)
@@ -213,6 +213,27 @@ def _mistakes(rank: int, world_size: int, folder: Path) -> None:
     query, keys = torch.zeros(2, 1, 4, 16), torch.zeros(3, 1, 4, 16)
     with pytest.raises(ValueError, match="3 keys for 2 queries"):
         gpt.decoder.layers[0].self_attention.core_attention(query, keys, keys, None)
+
+
+def _inference_optimized(rank: int, world_size: int, folder: Path) -> None:
+    initialize(world_size)
+    gpt, _ = load_model(folder, torch.device("cpu"))
+    linear = gpt.decoder.layers[1].mlp.linear_fc2
+    name = "megatron.core.tensor_parallel.inference_layers"
+    linear.__class__ = type("InferenceRowParallelLinear", (type(linear),), {"__module__": name})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.linear_fc2 is a InferenceRowParallelLinear, which outside"):
+        InferenceModel(gpt, ECHO4)
+    for option, value in (("transformer_impl", "inference_optimized"), ("inference_fuse_tp_communication", True)):
+        own = getattr(gpt.config, option)
+        setattr(gpt.config, option, value)
+        with pytest.raises(ValueError, match=rf"{option}={value!r} is not supported"):
+            InferenceModel(gpt, ECHO4)
+        setattr(gpt.config, option, own)
+
+
+def test_layers_with_communication_of_their_own_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "hf", "qwen3")
+    run_ranks(_inference_optimized, 2, tmp_path / "hf")
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from echo_megatron.process_group import EchoProcessGroup
 # A wrapper of PEFT (NeMo, Megatron-Bridge) holds the wrapped linear there, beside an adapter with linears of its own.
 _WRAPPED = "to_wrap"
 _CLASSES = {Direction.forward: "RowParallelLinear", Direction.backward: "ColumnParallelLinear"}
+_INFERENCE_LAYERS = "tensor_parallel.inference_layers"  # they subclass Transformer Engine's linears
 _EMBEDDING = "VocabParallelEmbedding"
 _MODES = {Direction.forward: "row", Direction.backward: "column"}
 
@@ -64,6 +65,11 @@ def check_linear(linear: Any, name: str, direction: Direction) -> None:
     """Raises ValueError when `linear` is not a tensor-parallel linear whose own all-reduce makes the site."""
     if isinstance(getattr(linear, "tp_group", None), EchoProcessGroup):
         raise ValueError(f"echo: {name} has Echo installed already; call uninstall() of the first installation before")
+    if any(base.__module__.endswith(_INFERENCE_LAYERS) for base in type(linear).__mro__):
+        raise ValueError(
+            f"echo: {name} is a {type(linear).__name__}, which outside training has communication of its own. "
+            "Expected Megatron-core's local layers or Transformer Engine's (transformer_impl), or tp_comm=nccl"
+        )
     if _is_transformer_engine(linear):
         _check_transformer_engine(linear, name, direction)
     else:
