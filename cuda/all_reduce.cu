@@ -1,4 +1,4 @@
-// Instantiates the all-reduce for one policy and bit width: -DECHO_POLICY=rotated -DECHO_BITS=4
+// Instantiates the all-reduce and its halves for one policy and bit width: -DECHO_POLICY=rotated -DECHO_BITS=4
 #include "all_reduce.cuh"
 #include "launch.cuh"
 
@@ -16,26 +16,42 @@ using Kernel = void (*)(Arguments);
 
 template <Algorithm kAlgorithm, bool kPair>
 static Kernel select(Residual residual, StateDtype state) {
-  if (residual == Residual::none)
-    return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::none, StateDtype::bf16, kPair>;
-  if (residual == Residual::local) {
-    if (state == StateDtype::bf16)
-      return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::bf16, kPair>;
-    if (state == StateDtype::fp32)
-      return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::fp32, false>;
-    return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::compact, kPair>;
+  if constexpr (kAlgorithm != Algorithm::all_gather) {
+    if (residual == Residual::local) {
+      if (state == StateDtype::bf16)
+        return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::bf16, kPair>;
+      if (state == StateDtype::fp32)
+        return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::fp32, false>;
+      return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::local, StateDtype::compact, kPair>;
+    }
   }
-  if (state == StateDtype::bf16)
-    return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::consensus, StateDtype::bf16, kPair>;
-  return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::consensus, StateDtype::fp32, false>;
+  if constexpr (!in_shares(kAlgorithm)) {
+    if (residual == Residual::consensus) {
+      if (state == StateDtype::bf16)
+        return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::consensus, StateDtype::bf16, kPair>;
+      return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::consensus, StateDtype::fp32, false>;
+    }
+  }
+  return all_reduce_kernel<kBits, kPolicy, kAlgorithm, Residual::none, StateDtype::bf16, kPair>;
+}
+
+template <Algorithm kAlgorithm>
+static Kernel select(Residual residual, StateDtype state, bool pair) {
+  return pair ? select<kAlgorithm, true>(residual, state) : select<kAlgorithm, false>(residual, state);
 }
 
 static Kernel select(Algorithm algorithm, Residual residual, StateDtype state, bool pair) {
-  if (algorithm == Algorithm::one_shot)
-    return pair ? select<Algorithm::one_shot, true>(residual, state)
-                : select<Algorithm::one_shot, false>(residual, state);
-  return pair ? select<Algorithm::two_shot, true>(residual, state)
-              : select<Algorithm::two_shot, false>(residual, state);
+  switch (algorithm) {
+    case Algorithm::one_shot:
+      return select<Algorithm::one_shot>(residual, state, pair);
+    case Algorithm::two_shot:
+      return select<Algorithm::two_shot>(residual, state, pair);
+    case Algorithm::reduce_scatter:
+      return select<Algorithm::reduce_scatter>(residual, state, pair);
+    case Algorithm::all_gather:
+      break;
+  }
+  return select<Algorithm::all_gather>(residual, state, pair);
 }
 
 static cudaError_t prepare(Kernel kernel, int shared_bytes) {

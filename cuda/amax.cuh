@@ -8,10 +8,15 @@ namespace echo {
 
 // Phase 0: the exponent of `rescale: group` from the largest finite |x| of all ranks. Every thread block of the grid
 // takes part, so the grid must be resident as a whole. False in `ok` if the wait was given up.
+template <Algorithm kAlgorithm>
 static __device__ __noinline__ int exchange_amax(const Arguments& a, bool rotates, bool& ok) {
   __shared__ uint32_t block_amax, all_amax;
   __shared__ int failed;
   const Signals& s = a.signals;
+  // The rank's contribution: all shares, or its own.
+  const int64_t num_values = kAlgorithm == Algorithm::reduce_scatter ? a.num_values * s.world : a.num_values;
+  const uint8_t* x = a.x;
+  if (kAlgorithm == Algorithm::all_gather) x += s.rank * a.num_values << element_shift(a.dtype);
   Control* control = control_of(s.peers[s.rank]);
   if (threadIdx.x == 0) {
     block_amax = 0;
@@ -28,13 +33,13 @@ static __device__ __noinline__ int exchange_amax(const Arguments& a, bool rotate
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (a.dtype == Dtype::fp32) {
-    for (int64_t i = thread; i < a.num_values; i += stride) look(reinterpret_cast<const float*>(a.x)[i]);
+    for (int64_t i = thread; i < num_values; i += stride) look(reinterpret_cast<const float*>(x)[i]);
   } else {
     const bool bf16 = a.dtype == Dtype::bf16;
     auto look_at = [&](uint32_t bits) { look(bf16 ? bf16_value(bits) : half_value(bits)); };
-    const int64_t num_chunks = a.aligned ? a.num_values / 8 : 0;
+    const int64_t num_chunks = a.aligned ? num_values / 8 : 0;
     for (int64_t i = thread; i < num_chunks; i += stride) {
-      const uint4 chunk = __ldg(reinterpret_cast<const uint4*>(a.x) + i);
+      const uint4 chunk = __ldg(reinterpret_cast<const uint4*>(x) + i);
       const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
       ECHO_UNROLL
       for (int j = 0; j < 4; ++j) {
@@ -42,8 +47,8 @@ static __device__ __noinline__ int exchange_amax(const Arguments& a, bool rotate
         look_at(words[j] >> 16);
       }
     }
-    for (int64_t i = num_chunks * 8 + thread; i < a.num_values; i += stride)
-      look_at(reinterpret_cast<const uint16_t*>(a.x)[i]);
+    for (int64_t i = num_chunks * 8 + thread; i < num_values; i += stride)
+      look_at(reinterpret_cast<const uint16_t*>(x)[i]);
   }
   amax = __reduce_max_sync(~0u, amax);
   if ((threadIdx.x & 31) == 0) atomicMax(&block_amax, amax);

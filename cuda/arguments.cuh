@@ -24,19 +24,19 @@ struct Coefficients {  // of Compensator, in its order
 
 struct Arguments {
   Signals signals;
-  const uint8_t* x;
-  uint8_t* y;
-  uint8_t* state;   // or null
-  uint8_t* codes;   // or null: records that the result was decoded from, kept for replay and for the consensus update
-  uint8_t* kept_x;  // or null: a copy of x, for the consensus update of a call in place
-  int64_t num_values, num_basis_values;
+  const uint8_t* x;  // in shares, x and y point to where the first rank's share is or would be: a rank has only its own
+  uint8_t* y;        // of a reduce-scatter's output and of an all-gather's input
+  uint8_t* state;    // or null
+  uint8_t* codes;    // or null: records that the result was decoded from, kept for replay and for the consensus update
+  uint8_t* kept_x;   // or null: a copy of x, for the consensus update of a call in place
+  int64_t num_values, num_basis_values;  // in shares, of one of them
   Dtype dtype;
   Rescale rescale;
   int group_size;
   int group_shift;  // group_size = 32 << group_shift
   int depth;
   bool fresh;    // first site of a pass: the state is not read
-  bool aligned;  // x and y start on 16 bytes
+  bool aligned;  // x and y start on 16 bytes, and so do all shares
   uint32_t signature;
   WorkspaceLayout workspace;
   Coefficients coefficients;

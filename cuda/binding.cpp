@@ -41,16 +41,25 @@ void check_buffer(const char* op, const char* name, const OptionalTensor& tensor
   TORCH_CHECK(got >= num_bytes, op, ": expected ", name, " of at least ", num_bytes, " bytes, got ", got);
 }
 
-void check_input(const char* op, const Tensor& x, const Tensor& y) {
+void check_input(const char* op, const Tensor& x, const Tensor& y, int64_t output_values) {
   TORCH_CHECK(x.is_cuda() && x.is_contiguous(), op, ": expected x to be a contiguous CUDA tensor");
   TORCH_CHECK(
-      y.is_contiguous() && y.device() == x.device() && y.scalar_type() == x.scalar_type() && y.numel() == x.numel(), op,
-      ": expected y like x (", x.numel(), " of ", x.scalar_type(), "), got ", y.numel(), " of ", y.scalar_type());
+      y.is_contiguous() && y.device() == x.device() && y.scalar_type() == x.scalar_type() && y.numel() == output_values,
+      op, ": expected y of ", output_values, " values of ", x.scalar_type(), " on x's device, got ", y.numel(), " of ",
+      y.scalar_type());
   TORCH_CHECK(x.numel() > 0, op, ": expected at least one value");
 }
 
-bool is_aligned(const Tensor& x, const Tensor& y) {
-  return ((reinterpret_cast<uintptr_t>(x.data_ptr()) | reinterpret_cast<uintptr_t>(y.data_ptr())) & 15u) == 0;
+bool is_aligned(const Tensor& x, const Tensor& y, int64_t stride_bytes = 0) {
+  return ((reinterpret_cast<uintptr_t>(x.data_ptr()) | reinterpret_cast<uintptr_t>(y.data_ptr()) |
+           static_cast<uintptr_t>(stride_bytes)) &
+          15u) == 0;
+}
+
+// Where the first rank's share would be if the tensor, which holds this rank's alone, held all.
+uint8_t* before_shares(const Tensor& own, int64_t rank) {
+  const int64_t num_bytes = rank * own.numel() * static_cast<int64_t>(own.element_size());
+  return reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(own.data_ptr()) - static_cast<uintptr_t>(num_bytes));
 }
 
 void check_launch(const char* op, cudaError_t error) {
@@ -153,22 +162,25 @@ void check_bits(const char* op, int64_t bits) {
   TORCH_CHECK(bits == 4 || bits == 8, op, ": expected bits of 4 or 8, got ", bits);
 }
 
-void run_all_reduce(const char* op, const Tensor& x, const Tensor& y, const Tensor& workspace,
+void run_collective(const char* op, const Tensor& x, const Tensor& y, const Tensor& workspace,
                     const OptionalTensor& state, const OptionalTensor& codes, const OptionalTensor& kept_x,
                     const Tensor& failure, at::IntArrayRef peers, int64_t rank, int64_t bits, int64_t policy_idx,
-                    int64_t group_size, int64_t algorithm_idx, int64_t residual_idx, int64_t rescale_idx,
+                    int64_t group_size, Algorithm algorithm, int64_t residual_idx, int64_t rescale_idx,
                     int64_t state_dtype_idx, bool fresh, at::ArrayRef<double> coefficients, at::IntArrayRef site,
                     int64_t num_blocks, int64_t depth, int64_t num_teams, int64_t ring, int64_t slot_bytes,
                     double timeout_s) {
-  check_input(op, x, y);
+  const auto world = static_cast<int64_t>(peers.size());
+  const bool scatters = algorithm == Algorithm::reduce_scatter, gathers = algorithm == Algorithm::all_gather;
+  TORCH_CHECK(!scatters || (world > 0 && x.numel() % world == 0), op, ": expected x of ", world, " equal shares, got ",
+              x.numel(), " values");
+  check_input(op, x, y, scatters ? x.numel() / world : (gathers ? x.numel() * world : x.numel()));
   check_bits(op, bits);
   const auto policy = to_enum<Policy>(op, "policy", policy_idx, 0, 4);
-  const auto algorithm = to_enum<Algorithm>(op, "algorithm", algorithm_idx, 1, 2);
   const auto rescale = to_enum<Rescale>(op, "rescale", rescale_idx, 0, 2);
   const auto state_dtype = to_enum<StateDtype>(op, "state_dtype", state_dtype_idx, 0, 2);
   const auto residual = state.has_value() ? to_enum<Residual>(op, "residual", residual_idx, 0, 1) : Residual::none;
-  TORCH_CHECK(residual != Residual::consensus || state_dtype != StateDtype::compact, op,
-              ": the compact state serves the local residual only");
+  TORCH_CHECK(residual != Residual::consensus || (state_dtype != StateDtype::compact && !scatters), op,
+              ": a reduce-scatter and the compact state have the local residual only");
   TORCH_CHECK(depth >= 1 && ring >= ring_for(static_cast<int>(depth)), op, ": expected a ring of at least ",
               ring_for(static_cast<int>(depth)), " slots for depth ", depth, ", got ", ring);
 
@@ -179,16 +191,16 @@ void run_all_reduce(const char* op, const Tensor& x, const Tensor& y, const Tens
   const SlotLayout slot(static_cast<int>(bits), policy, a.group_size);
   TORCH_CHECK(slot_bytes >= slot.bytes, op, ": expected slots of at least ", slot.bytes, " bytes, got ", slot_bytes);
   a.workspace = workspace_of(op, workspace, a.signals.world, num_teams, ring, slot_bytes);
-  a.num_values = x.numel();
+  a.num_values = scatters ? y.numel() : x.numel();
   a.num_basis_values = basis_values(a.num_values, policy);
-  const Segments segments(a.num_basis_values, a.signals.world, a.group_size, algorithm);
+  const Segments segments(a.num_basis_values, a.signals.world, a.group_size, algorithm, a.num_values);
   const int64_t tiles = segments.max_tiles();
-  const int64_t all_tiles = tiles * (algorithm == Algorithm::one_shot ? 1 : a.signals.world);
-  if (residual != Residual::none) check_buffer(op, "state", state, all_tiles * state_tile_bytes(state_dtype));
+  const int64_t state_tiles = tiles * state_segments(algorithm, a.signals.world);
+  if (residual != Residual::none) check_buffer(op, "state", state, state_tiles * state_tile_bytes(state_dtype));
   if (codes.has_value()) check_buffer(op, "codes", codes, tiles * a.signals.world * slot.bytes);
   if (kept_x.has_value()) check_buffer(op, "kept_x", kept_x, a.num_values * static_cast<int64_t>(x.element_size()));
-  a.x = bytes_of(x);
-  a.y = bytes_of(y);
+  a.x = gathers ? before_shares(x, rank) : bytes_of(x);
+  a.y = scatters ? before_shares(y, rank) : bytes_of(y);
   a.state = bytes_of(state);
   a.codes = bytes_of(codes);
   a.kept_x = bytes_of(kept_x);
@@ -196,11 +208,11 @@ void run_all_reduce(const char* op, const Tensor& x, const Tensor& y, const Tens
   a.rescale = rescale;
   a.depth = static_cast<int>(depth);
   a.fresh = fresh;
-  a.aligned = is_aligned(x, y);
+  a.aligned = is_aligned(x, y, in_shares(algorithm) ? a.num_values * static_cast<int64_t>(x.element_size()) : 0);
   a.coefficients = coefficients_of(op, coefficients);
   const int grid = grid_of(op, num_blocks, num_teams, tiles);
   a.signature = signature_of({1, a.num_values, static_cast<int64_t>(a.dtype), bits, policy_idx, group_size,
-                              algorithm_idx, rescale_idx, grid, depth, ring, slot_bytes},
+                              static_cast<int64_t>(algorithm), rescale_idx, grid, depth, ring, slot_bytes},
                              site);
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -215,9 +227,9 @@ void all_reduce(const Tensor& x, const Tensor& y, const Tensor& workspace, const
                 int64_t rescale, int64_t state_dtype, bool fresh, at::ArrayRef<double> coefficients,
                 at::IntArrayRef site, int64_t num_blocks, int64_t depth, int64_t num_teams, int64_t ring,
                 int64_t slot_bytes, double timeout_s) {
-  run_all_reduce("all_reduce", x, y, workspace, state, codes, kept_x, failure, peers, rank, bits, policy, group_size,
-                 algorithm, residual, rescale, state_dtype, fresh, coefficients, site, num_blocks, depth, num_teams,
-                 ring, slot_bytes, timeout_s);
+  run_collective("all_reduce", x, y, workspace, state, codes, kept_x, failure, peers, rank, bits, policy, group_size,
+                 to_enum<Algorithm>("all_reduce", "algorithm", algorithm, 1, 2), residual, rescale, state_dtype, fresh,
+                 coefficients, site, num_blocks, depth, num_teams, ring, slot_bytes, timeout_s);
 }
 
 void all_reduce_(const Tensor& x, const Tensor& workspace, const OptionalTensor& state, const OptionalTensor& codes,
@@ -226,15 +238,35 @@ void all_reduce_(const Tensor& x, const Tensor& workspace, const OptionalTensor&
                  int64_t state_dtype, bool fresh, at::ArrayRef<double> coefficients, at::IntArrayRef site,
                  int64_t num_blocks, int64_t depth, int64_t num_teams, int64_t ring, int64_t slot_bytes,
                  double timeout_s) {
-  run_all_reduce("all_reduce_", x, x, workspace, state, codes, kept_x, failure, peers, rank, bits, policy, group_size,
-                 algorithm, residual, rescale, state_dtype, fresh, coefficients, site, num_blocks, depth, num_teams,
-                 ring, slot_bytes, timeout_s);
+  run_collective("all_reduce_", x, x, workspace, state, codes, kept_x, failure, peers, rank, bits, policy, group_size,
+                 to_enum<Algorithm>("all_reduce_", "algorithm", algorithm, 1, 2), residual, rescale, state_dtype, fresh,
+                 coefficients, site, num_blocks, depth, num_teams, ring, slot_bytes, timeout_s);
+}
+
+void reduce_scatter(const Tensor& x, const Tensor& y, const Tensor& workspace, const OptionalTensor& state,
+                    const Tensor& failure, at::IntArrayRef peers, int64_t rank, int64_t bits, int64_t policy,
+                    int64_t group_size, int64_t residual, int64_t rescale, int64_t state_dtype, bool fresh,
+                    at::ArrayRef<double> coefficients, at::IntArrayRef site, int64_t num_blocks, int64_t depth,
+                    int64_t num_teams, int64_t ring, int64_t slot_bytes, double timeout_s) {
+  run_collective("reduce_scatter", x, y, workspace, state, {}, {}, failure, peers, rank, bits, policy, group_size,
+                 Algorithm::reduce_scatter, residual, rescale, state_dtype, fresh, coefficients, site, num_blocks,
+                 depth, num_teams, ring, slot_bytes, timeout_s);
+}
+
+void all_gather(const Tensor& x, const Tensor& y, const Tensor& workspace, const Tensor& failure, at::IntArrayRef peers,
+                int64_t rank, int64_t bits, int64_t policy, int64_t group_size, int64_t rescale, at::IntArrayRef site,
+                int64_t num_blocks, int64_t depth, int64_t num_teams, int64_t ring, int64_t slot_bytes,
+                double timeout_s) {
+  const double no_coefficients[5] = {};
+  run_collective("all_gather", x, y, workspace, {}, {}, {}, failure, peers, rank, bits, policy, group_size,
+                 Algorithm::all_gather, 0, rescale, 0, true, no_coefficients, site, num_blocks, depth, num_teams, ring,
+                 slot_bytes, timeout_s);
 }
 
 void run_exact(const char* op, const Tensor& x, const Tensor& y, const Tensor& workspace, const Tensor& failure,
                at::IntArrayRef peers, int64_t rank, at::IntArrayRef site, int64_t num_blocks, int64_t num_teams,
                int64_t ring, int64_t slot_bytes, double timeout_s) {
-  check_input(op, x, y);
+  check_input(op, x, y, x.numel());
   TORCH_CHECK(slot_bytes >= kExactBytes && ring >= ring_for(1), op, ": expected slots of at least ", kExactBytes,
               " bytes in rings of ", ring_for(1), ", got ", slot_bytes, " in ", ring);
   ExactArguments a{};
@@ -332,6 +364,12 @@ int64_t call_tiles(int64_t num_values, int64_t world, int64_t policy, int64_t gr
                           static_cast<int>(group_size), kind);
   return segments.max_tiles() * (kind == Algorithm::one_shot ? 1 : world);
 }
+// Tiles of the state that a rank keeps for a reduce-scatter whose shares have `num_values` values.
+int64_t scatter_state_tiles(int64_t num_values, int64_t world, int64_t policy, int64_t group_size) {
+  const Segments segments(basis_values(num_values, static_cast<Policy>(policy)), static_cast<int>(world),
+                          static_cast<int>(group_size), Algorithm::reduce_scatter, num_values);
+  return segments.max_tiles() * state_segments(Algorithm::reduce_scatter, static_cast<int>(world));
+}
 int64_t state_tile_size(int64_t state_dtype) { return state_tile_bytes(static_cast<StateDtype>(state_dtype)); }
 int64_t max_blocks(int64_t bits, int64_t policy, int64_t algorithm, int64_t residual, int64_t state_dtype,
                    int64_t dtype, int64_t depth) {
@@ -347,13 +385,14 @@ std::string source_hash() { return ECHO_SOURCE_HASH; }
 
 }  // namespace
 
+#define ECHO_LAUNCH \
+  "int[] site, int num_blocks, int depth, int num_teams, int ring, int slot_bytes, float timeout_s) -> ()"
 #define ECHO_CALL                                                                                                     \
   "Tensor(c!) workspace, Tensor(d!)? state, Tensor(e!)? codes, Tensor(f!)? kept_x, Tensor(g!) failure, int[] peers, " \
   "*, "                                                                                                               \
   "int rank, int bits, int policy, int group_size, int algorithm, int residual, int rescale, int state_dtype, bool "  \
   "fresh, "                                                                                                           \
-  "float[] coefficients, int[] site, int num_blocks, int depth, int num_teams, int ring, int slot_bytes, float "      \
-  "timeout_s) -> ()"
+  "float[] coefficients, " ECHO_LAUNCH
 #define ECHO_EXACT                                                                                                  \
   "Tensor(c!) workspace, Tensor(g!) failure, int[] peers, *, int rank, int[] site, int num_blocks, int num_teams, " \
   "int ring, "                                                                                                      \
@@ -362,6 +401,13 @@ std::string source_hash() { return ECHO_SOURCE_HASH; }
 TORCH_LIBRARY(echo_megatron, m) {
   m.def("all_reduce(Tensor x, Tensor(b!) y, " ECHO_CALL);
   m.def("all_reduce_(Tensor(a!) x, " ECHO_CALL);
+  m.def(
+      "reduce_scatter(Tensor x, Tensor(b!) y, Tensor(c!) workspace, Tensor(d!)? state, Tensor(g!) failure, "
+      "int[] peers, *, int rank, int bits, int policy, int group_size, int residual, int rescale, int state_dtype, "
+      "bool fresh, float[] coefficients, " ECHO_LAUNCH);
+  m.def(
+      "all_gather(Tensor x, Tensor(b!) y, Tensor(c!) workspace, Tensor(g!) failure, int[] peers, *, int rank, "
+      "int bits, int policy, int group_size, int rescale, " ECHO_LAUNCH);
   m.def("exact_all_reduce(Tensor x, Tensor(b!) y, " ECHO_EXACT);
   m.def("exact_all_reduce_(Tensor(a!) x, " ECHO_EXACT);
   m.def(
@@ -375,6 +421,7 @@ TORCH_LIBRARY(echo_megatron, m) {
   m.def("slot_bytes(int bits, int policy, int group_size) -> int", &slot_bytes);
   m.def("ring_size(int depth) -> int", &ring_size);
   m.def("call_tiles(int num_values, int world_size, int policy, int group_size, int algorithm) -> int", &call_tiles);
+  m.def("scatter_state_tiles(int num_values, int world_size, int policy, int group_size) -> int", &scatter_state_tiles);
   m.def("state_tile_bytes(int state_dtype) -> int", &state_tile_size);
   m.def("max_blocks(int bits, int policy, int algorithm, int residual, int state_dtype, int dtype, int depth) -> int",
         &max_blocks);
@@ -384,6 +431,8 @@ TORCH_LIBRARY(echo_megatron, m) {
 TORCH_LIBRARY_IMPL(echo_megatron, CUDA, m) {
   m.impl("all_reduce", &all_reduce);
   m.impl("all_reduce_", &all_reduce_);
+  m.impl("reduce_scatter", &reduce_scatter);
+  m.impl("all_gather", &all_gather);
   m.impl("exact_all_reduce", &exact_all_reduce);
   m.impl("exact_all_reduce_", &exact_all_reduce_);
   m.impl("decode", &decode);

@@ -39,9 +39,10 @@ constexpr int kControlBytes = 4096;
 constexpr int kNumStages = 2;
 constexpr int kExactBytes = 2048;  // payload of a slot in an exact call: 16 B a thread
 
-// The order of these is that of the enums in config.py.
+// The order of these is that of the enums in config.py. The collectives of sequence parallelism are phases of two-shot,
+// and for the kernels two more algorithms.
 enum class Policy : int { symmetric, naive, zero_aware, rotated, rotated_asymmetric };
-enum class Algorithm : int { one_shot = 1, two_shot = 2 };
+enum class Algorithm : int { one_shot = 1, two_shot, reduce_scatter, all_gather };
 enum class Residual : int { local, consensus, none };
 enum class Rescale : int { tile, group, none };
 enum class StateDtype : int { bf16, fp32, compact };
@@ -68,18 +69,54 @@ struct SlotLayout {
   }
 };
 
-// Two-shot's split of the stream; one-shot has one segment (reference.Segments).
+ECHO_HD constexpr bool in_shares(Algorithm algorithm) {
+  return algorithm == Algorithm::reduce_scatter || algorithm == Algorithm::all_gather;
+}
+
+// Two-shot's split of the stream (reference.Segments); one-shot has one segment. A call in shares has a segment a rank,
+// each a stream of its own, whose groups and tiles begin with it; in the working basis its last block is filled up.
 struct Segments {
   int64_t num_values, length;
-  ECHO_HD Segments(int64_t values, int world, int group_size, Algorithm algorithm) : num_values(values) {
-    const int64_t parts = algorithm == Algorithm::one_shot ? 1 : world;
-    length = algorithm == Algorithm::one_shot ? values : ceil_div(ceil_div(values, group_size), parts) * group_size;
+  int64_t share;  // values of the tensor in each share
+  bool shares;
+  // `values`: of the working basis; in shares, of one of them.
+  ECHO_HD Segments(int64_t values, int world, int group_size, Algorithm algorithm, int64_t share_values = 0)
+      : num_values(values), share(share_values), shares(in_shares(algorithm)) {
+    length = algorithm == Algorithm::two_shot ? ceil_div(ceil_div(values, group_size), world) * group_size : values;
   }
-  ECHO_HD int64_t begin(int rank) const { return min64(rank * length, num_values); }
-  ECHO_HD int64_t end(int rank) const { return min64((rank + 1) * length, num_values); }
-  ECHO_HD int64_t tiles(int rank) const { return (end(rank) - begin(rank) + kTileValues - 1) >> kTileShift; }
+  // Places in the tensor, in shares in the one that holds all of them. The end is that of the working basis.
+  ECHO_HD int64_t begin(int rank) const { return shares ? rank * share : min64(rank * length, num_values); }
+  ECHO_HD int64_t end(int rank) const {
+    return shares ? rank * share + length : min64((rank + 1) * length, num_values);
+  }
+  // Where a segment's values in the tensor end; `tensor_values`: where it is not in shares.
+  ECHO_HD int64_t values_end(int rank, int64_t tensor_values) const {
+    return shares ? (rank + 1) * share : min64(end(rank), tensor_values);
+  }
+  ECHO_HD int64_t tiles(int rank) const {
+    return shares ? max_tiles() : (end(rank) - begin(rank) + kTileValues - 1) >> kTileShift;
+  }
   ECHO_HD int64_t max_tiles() const { return (length + kTileValues - 1) >> kTileShift; }
 };
+
+// Segments that a rank of the call keeps state for: in a reduce-scatter it rounds nothing of its own share, in an
+// all-gather nothing is fed back.
+ECHO_HD int state_segments(Algorithm algorithm, int world) {
+  switch (algorithm) {
+    case Algorithm::one_shot:
+      return 1;
+    case Algorithm::two_shot:
+      return world;
+    case Algorithm::reduce_scatter:
+      return world - 1;
+    case Algorithm::all_gather:
+      return 0;
+  }
+  return 0;
+}
+ECHO_HD int state_segment(Algorithm algorithm, int rank, int segment) {
+  return algorithm == Algorithm::reduce_scatter ? segment - (segment > rank) : segment;
+}
 
 // Bytes of the compensator's state for one tile: c, then m2, then (compact) the scales of both.
 ECHO_HD constexpr int state_value_bytes(StateDtype dtype) { return dtype == StateDtype::fp32 ? 4 : 2; }

@@ -1,4 +1,8 @@
 // A team of 128 threads: the phases push, reduce and tail of all_reduce.cuh, tile by tile.
+//
+// Copies into shared memory are in flight while a tile is worked on; waits count the groups that may stay so. In shares
+// every tile commits three, empty ones included: received records (F), the tile of x after this one (X), and state (S),
+// which in a reduce-scatter is that of the next pushed tile, over the reduced one in between.
 #pragma once
 
 #include "signal.cuh"
@@ -13,6 +17,12 @@ class Team {
   using Q = Quantizer<kBits, kPolicy>;
   using Codec = BlockCodec<kBits, kPolicy>;
   static constexpr bool kOneShot = kAlgorithm == Algorithm::one_shot;
+  static constexpr bool kTwoShot = kAlgorithm == Algorithm::two_shot;
+  static constexpr bool kScatter = kAlgorithm == Algorithm::reduce_scatter;
+  static constexpr bool kGather = kAlgorithm == Algorithm::all_gather;
+  static constexpr bool kShares = in_shares(kAlgorithm);
+  static constexpr Stage kTailStage = kTwoShot ? Stage::gather : Stage::push;
+  static constexpr int kReducePlace = kScatter ? 0 : 1;  // of received records
   static constexpr bool kLocal = kResidual == Residual::local;
   static constexpr bool kCompensates = kResidual != Residual::none;
   static constexpr bool kStagesState = kCompensates && kState != StateDtype::fp32;
@@ -43,8 +53,8 @@ class Team {
         const int peer = 1 - s_.rank;
         constants.push_ring = plan_.slot(Stage::push, peer, s_.rank, 0);
         constants.pushed_ring = plan_.slot(Stage::push, s_.rank, peer, 0);
-        if (!kOneShot) {
-          constants.peer = rows_of(peer);
+        if (!kOneShot) constants.peer = rows_of(peer);
+        if (kTwoShot) {
           constants.gather_ring = plan_.slot(Stage::gather, peer, s_.rank, 0);
           constants.gathered_ring = plan_.slot(Stage::gather, s_.rank, peer, 0);
         }
@@ -55,21 +65,27 @@ class Team {
 
   __device__ __forceinline__ void run() {
     const int num_rows = plan_.num_rows;
-    const int lag = kOneShot ? a_.depth : 2 * a_.depth;
+    const int lag = kTwoShot ? 2 * a_.depth : a_.depth;
+    if (kGather) next_segment_ = s_.rank;
     prefetch();
     prefetch_state();
     commit_stage();
     int done = 0;
     _Pragma("unroll 1") for (int k = 0; k < num_rows + lag; ++k) {
       // Received codes start on their way before the work that hides it.
-      wanted_tail_ = k >= lag ? k - lag : -1;
+      wanted_tail_ = !kScatter && k >= lag ? k - lag : -1;
       wanted_reduce_ =
-          !kOneShot && k >= a_.depth && k - a_.depth < num_rows && has_tile(s_.rank, k - a_.depth) ? k - a_.depth : -1;
+          (kTwoShot || kScatter) && k >= a_.depth && k - a_.depth < num_rows && has_tile(s_.rank, k - a_.depth)
+              ? k - a_.depth
+              : -1;
       const int tail_row = wanted_tail_, reduce_row = wanted_reduce_;
-      if (tail_row >= 0 && !wait_ready(kOneShot ? Stage::push : Stage::gather, tail_row)) break;
+      if (tail_row >= 0 && !wait_ready(kTailStage, tail_row)) break;
       if (reduce_row >= 0 && !wait_ready(Stage::push, reduce_row)) break;
       if (k < num_rows) push(k);
-      if (reduce_row >= 0) reduce(reduce_row);
+      if (reduce_row >= 0) {
+        reduce(reduce_row);
+        if (kScatter) done = reduce_row + 1;
+      }
       if (tail_row >= 0) {
         tail(tail_row);
         done = tail_row + 1;
@@ -103,12 +119,13 @@ class Team {
                  : "memory");
   }
   __device__ __forceinline__ int64_t tile_idx(int segment, int k) const {
+    if (kScatter) segment = state_segment(kAlgorithm, s_.rank, segment);
     return (kOneShot ? 0 : segment * plan_.segments.max_tiles()) + plan_.tile_of_row(k);
   }
   __device__ __forceinline__ SegmentRows rows_of(int segment) const {
     SegmentRows rows;
     rows.first = plan_.segments.begin(segment) + static_cast<int64_t>(plan_.team) * kTileValues;
-    rows.end = min64(plan_.segments.end(segment), a_.num_values);
+    rows.end = plan_.segments.values_end(segment, a_.num_values);
     rows.rows = plan_.rows_of(plan_.segments.tiles(segment));
     rows.whole = rows.rows;
     if (rows.rows > 0 && rows.value(rows.rows - 1, row_stride_) + kTileValues > rows.end) --rows.whole;
@@ -122,7 +139,7 @@ class Team {
     return rows_of(segment);
   }
   __device__ __forceinline__ bool has_tile(int segment, int k) const {
-    if (kOneShot) return k < plan_.num_rows;
+    if (kOneShot || kShares) return k < plan_.num_rows;
     return kPair ? k < (segment == s_.rank ? scratch_->constants.own.rows : scratch_->constants.peer.rows)
                  : plan_.has_tile(segment, k);
   }
@@ -190,7 +207,7 @@ class Team {
   }
 
   __device__ __forceinline__ void prefetch() {
-    if (kOneShot) {
+    if (kOneShot || kGather) {
       next_row_ = cursor_k_++;
       next_valid_ = next_row_ < plan_.num_rows;
     } else {
@@ -217,6 +234,17 @@ class Team {
     if (!stages_state() || a_.fresh || !next_valid_) return;
     BlockState<kState>::copy_async(staged_state_, state_tile(segment_rows(next_segment_), next_row_), kLocal);
   }
+  // Reduce-scatter: of the tile that is pushed after this one.
+  __device__ __forceinline__ void prefetch_pushed_state(int segment, int k) {
+    if (!stages_state() || a_.fresh) return;
+    if (kPair || segment == peer_at(world() - 1)) {
+      segment = peer_at(1);
+      ++k;
+    } else {
+      segment = segment + 1 == world() ? 0 : segment + 1;
+    }
+    if (k < plan_.num_rows) BlockState<kState>::copy_async(staged_state_, state_tile(segment_rows(segment), k), kLocal);
+  }
   __device__ __forceinline__ BlockState<kState> state_of(int segment, int k) const {
     uint8_t* tile = kCompensates ? state_tile(segment_rows(segment), k) : nullptr;
     return BlockState<kState>(stages_state() ? staged_state_ : tile, tile, a_.fresh);
@@ -224,10 +252,25 @@ class Team {
 
   // Takes the prefetched tile into registers, in the basis, and starts the copy of the next one.
   __device__ __forceinline__ void take_tile(int segment, int k, float (&v)[kBlockValues]) {
-    prefetch();
-    wait_stage<1>();  // all but the copy that has just begun: this tile and its state
-    fetched_since_wait_ = false;
-    fetch_wanted();
+    if (kShares) {
+      const bool is_first = fetch_wanted();
+      commit_stage();
+      prefetch();
+      if (!kScatter || segment != s_.rank)
+        wait_stage<2>();  // F and X of this tile
+      else if (is_first)
+        wait_stage<1>();  // X: nothing is pushed in this iteration, and F is for this tile
+      else
+        wait_stage<3>();  // S of the tile before, and F and X
+    } else {
+      prefetch();
+      wait_stage<1>();  // all but the copy that has just begun: this tile and its state
+      fetched_since_wait_ = false;
+      if (fetch_wanted()) {
+        commit_stage();
+        fetched_since_wait_ = true;
+      }
+    }
     stage_ = next_stage_;  // two prefetches on, the tile lies in the stage that comes next
     read_row(own_row(stage_), dtype(), v);
     if (kResidual == Residual::consensus && a_.kept_x != nullptr)
@@ -347,15 +390,14 @@ class Team {
     record.exponent = scratch_->exponent[static_cast<int>(stage)][source][k & (kMaxRing - 1)];
   }
   __device__ __forceinline__ bool fetches_tail(int k) const { return kOneShot || has_tile(peer_at(1), k); }
-  // The first source's record of the rows that this iteration will reduce and finish.
-  __device__ __forceinline__ void fetch_wanted() {
-    if (wanted_tail_ < 0 && wanted_reduce_ < 0) return;
-    if (wanted_tail_ >= 0 && fetches_tail(wanted_tail_))
-      fetch(0, kOneShot ? Stage::push : Stage::gather, peer_at(1), wanted_tail_);
-    if (!kOneShot && wanted_reduce_ >= 0) fetch(1, Stage::push, peer_at(1), wanted_reduce_);
-    commit_stage();
+  // The first source's record of the rows that this iteration will reduce and finish. False where there is none, or it
+  // is on its way.
+  __device__ __forceinline__ bool fetch_wanted() {
+    if (wanted_tail_ < 0 && wanted_reduce_ < 0) return false;
+    if (!kScatter && wanted_tail_ >= 0 && fetches_tail(wanted_tail_)) fetch(0, kTailStage, peer_at(1), wanted_tail_);
+    if ((kTwoShot || kScatter) && wanted_reduce_ >= 0) fetch(kReducePlace, Stage::push, peer_at(1), wanted_reduce_);
     wanted_tail_ = wanted_reduce_ = -1;
-    fetched_since_wait_ = true;
+    return true;
   }
 
   // Hands the record to the send warp, once this warp's stores are done; it announces what all four warps have handed
@@ -391,8 +433,8 @@ class Team {
   // -- phase 1
 
   __device__ __forceinline__ void push(int k) {
-    if (kOneShot) {
-      push_tile(0, k);
+    if (kOneShot || kGather) {
+      push_tile(kGather ? s_.rank : 0, k);
       return;
     }
     _Pragma("unroll 1") for (int i = 1; i < world(); ++i) if (has_tile(peer_at(i), k)) push_tile(peer_at(i), k);
@@ -410,12 +452,20 @@ class Team {
       release(Stage::push, k, kAllPeers, record.exponent);
       keep_own(k, record);
       if (a_.codes != nullptr) store(kept_record(s_.rank, 0, k), record);
+    } else if (kGather) {
+      _Pragma("unroll 1") for (int i = 1; i < world(); ++i) store(sent_slot(Stage::push, peer_at(i), k), record);
+      release(Stage::push, k, kAllPeers, record.exponent);
+      decode_output(record, v);
+      write_output(segment, k, v);
     } else {
       store(sent_slot(Stage::push, segment, k), record);
       release(Stage::push, k, segment, record.exponent);
     }
     if (kLocal && !kLateUpdate) state.update(v, a_.coefficients);
-    prefetch_state();
+    if (kScatter)
+      prefetch_pushed_state(segment, k);
+    else
+      prefetch_state();
     commit_stage();
   }
 
@@ -458,11 +508,16 @@ class Team {
     const int segment = s_.rank;
     float v[kBlockValues];
     take_tile(segment, k, v);
-    if (fetched_since_wait_) wait_stage<0>();  // nothing was pushed in this iteration
+    if (!kShares && fetched_since_wait_) wait_stage<0>();  // nothing was pushed in this iteration
     const BlockState<kState> state = state_of(segment, k);
-    if (kCompensates) state.add_correction(v);
+    if (kTwoShot && kCompensates) state.add_correction(v);
     Record received, record;
-    if (kPair) take_fetched(1, Stage::push, peer_at(1), k, received);
+    if (kPair) take_fetched(kReducePlace, Stage::push, peer_at(1), k, received);
+    if (kScatter && kCompensates && !a_.fresh && !(kPair && decodes_fast(received.exponent))) {
+      // The correction is 0, which turns -0 into +0. It shows only beside decoded values that underflow to -0.
+      ECHO_UNROLL
+      for (int i = 0; i < kBlockValues; ++i) v[i] = v[i] + 0.0f;
+    }
     if (kPair) {  // of two terms the order does not matter
       add(received, 1.0f, decodes_fast(received.exponent), v);
       finish_reduce(segment, k, state, v, record);
@@ -476,7 +531,7 @@ class Team {
           for (int i = 0; i < kBlockValues; ++i) sum[i] = sum[i] + v[i];
         } else {
           if (source == peer_at(1))
-            take_fetched(1, Stage::push, source, k, received);
+            take_fetched(kReducePlace, Stage::push, source, k, received);
           else
             load_received(Stage::push, source, k, received);
           add(received, 1.0f, decodes_fast(received.exponent), sum);
@@ -484,12 +539,20 @@ class Team {
       }
       finish_reduce(segment, k, state, sum, record);
     }
-    prefetch_state();
+    if (!kScatter) prefetch_state();
     commit_stage();
   }
 
   __device__ __forceinline__ void finish_reduce(int segment, int k, const BlockState<kState>& state,
                                                 float (&sum)[kBlockValues], Record& record) {
+    if (kScatter) {
+      if (Q::kRotates) {
+        hadamard(sum);
+        scale_back(sum);
+      }
+      write_output(segment, k, sum);
+      return;
+    }
     encode<kLocal && Q::kRotates>(sum, valid_values(segment_rows(segment), segment, k), record);
     _Pragma("unroll 1") for (int i = 1; i < world(); ++i) store(sent_slot(Stage::gather, peer_at(i), k), record);
     release(Stage::gather, k, kAllPeers, record.exponent);
@@ -513,14 +576,16 @@ class Team {
   // -- phase 3
 
   __device__ __forceinline__ void tail(int k) {
-    if (wanted_tail_ >= 0) {  // nothing was pushed or reduced in this iteration
-      fetch_wanted();
+    if (fetch_wanted()) {  // nothing was pushed or reduced in this iteration
+      commit_stage();
       wait_stage<0>();
+    } else if (kShares) {
+      wait_stage<2>();  // X and S of the pushed tile
     } else if (fetched_since_wait_) {
       wait_stage<1>();  // all but the state of the next tile
     }
     Record received;
-    if (fetches_tail(k)) take_fetched(0, kOneShot ? Stage::push : Stage::gather, peer_at(1), k, received);
+    if (fetches_tail(k)) take_fetched(0, kTailStage, peer_at(1), k, received);
     if (kOneShot) {
       tail_one_shot(k, received);
       return;
@@ -528,8 +593,8 @@ class Team {
     _Pragma("unroll 1") for (int i = 1; i < world(); ++i) {
       const int peer = peer_at(i);
       if (!has_tile(peer, k)) continue;
-      if (i > 1) load_received(Stage::gather, peer, k, received);
-      if (a_.codes != nullptr) store(kept_record(0, peer, k), received);
+      if (i > 1) load_received(kTailStage, peer, k, received);
+      if (kTwoShot && a_.codes != nullptr) store(kept_record(0, peer, k), received);
       float decoded[kBlockValues];
       decode_output(received, decoded);
       write_output(peer, k, decoded);
@@ -631,7 +696,7 @@ class Team {
     const int shift = element_shift(dtype());
     _Pragma("unroll 1") for (int k = from; k < plan_.num_rows; ++k)
         _Pragma("unroll 1") for (int segment = 0; segment < (kOneShot ? 1 : world()); ++segment) {
-      if (!has_tile(segment, k)) continue;
+      if (!has_tile(segment, k) || (kScatter && segment != s_.rank)) continue;
       const SegmentRows rows = segment_rows(segment);
       _Pragma("unroll 1") for (int i = thread_; i < kTileValues; i += kTeamThreads) {
         const int64_t idx = rows.value(k, row_stride_) + i;

@@ -58,7 +58,7 @@ struct TeamLayout {
   __host__ __device__ __forceinline__ TeamLayout(int bits, Algorithm algorithm, Residual residual,
                                                  StateDtype state_dtype, Dtype dtype, int depth) {
     received = kTeamScratchBytes + 2 * stage_bytes(dtype);
-    own_records = received + (algorithm == Algorithm::one_shot ? 1 : 2) * received_record_bytes(bits);
+    own_records = received + (algorithm == Algorithm::two_shot ? 2 : 1) * received_record_bytes(bits);
     state = own_records + (algorithm == Algorithm::one_shot ? (depth + 1) * own_record_bytes(bits) : 0);
     bytes = state + staged_state_bytes(residual, state_dtype, dtype);
   }
@@ -67,12 +67,15 @@ struct TeamLayout {
 // What every warp of a thread block knows of one team's part in the call.
 template <int kBits, Policy kPolicy, Algorithm kAlgorithm>
 struct TeamPlan {
+  static constexpr bool kOneStage = kAlgorithm != Algorithm::two_shot;  // no sum is handed on: all records are pushed
   const Arguments& a;
   Segments segments;
   int team, num_teams, num_rows;
 
   __device__ __forceinline__ TeamPlan(const Arguments& arguments, int team_in_block)
-      : a(arguments), segments(arguments.num_basis_values, arguments.signals.world, arguments.group_size, kAlgorithm) {
+      : a(arguments),
+        segments(arguments.num_basis_values, arguments.signals.world, arguments.group_size, kAlgorithm,
+                 arguments.num_values) {
     // Neighbouring tiles go to different multiprocessors, so that small messages spread over the chip.
     team = team_in_block * gridDim.x + blockIdx.x;
     num_teams = gridDim.x * kTeams;
@@ -88,7 +91,7 @@ struct TeamPlan {
   }
   // Rows that arrive from a source in a stage.
   __device__ __forceinline__ int rows_from(Stage stage, int source) const {
-    if (kAlgorithm == Algorithm::one_shot) return stage == Stage::push ? num_rows : 0;
+    if (kOneStage) return stage == Stage::push ? num_rows : 0;
     return rows_of(segments.tiles(stage == Stage::push ? a.signals.rank : source));
   }
   __device__ __forceinline__ int64_t slot_idx(Stage stage, int receiver, int source, uint32_t tile_number) const {

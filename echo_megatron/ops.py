@@ -81,6 +81,23 @@ def _all_reduce(x: Tensor, y: Tensor, *_: object, **__: object) -> None:
     _check_output("all_reduce", x, y)
 
 
+def _reduce_scatter(
+    x: Tensor, y: Tensor, workspace: Tensor, state: Tensor | None, failure: Tensor, peers: list[int], **_: object
+) -> None:
+    _check_shares("reduce_scatter", y, x, len(peers))
+
+
+def _all_gather(x: Tensor, y: Tensor, workspace: Tensor, failure: Tensor, peers: list[int], **_: object) -> None:
+    _check_shares("all_gather", x, y, len(peers))
+
+
+def _check_shares(op: str, share: Tensor, whole: Tensor, world_size: int) -> None:
+    torch._check(
+        share.numel() * world_size == whole.numel() and share.dtype == whole.dtype and share.device == whole.device,
+        lambda: f"{op}: expected one of {world_size} shares of {_describe(whole)}, got {_describe(share)}",
+    )
+
+
 def _exact_all_reduce(x: Tensor, y: Tensor, *_: object, **__: object) -> None:
     _check_output("exact_all_reduce", x, y)
 
@@ -92,6 +109,8 @@ def _nothing(*_: object, **__: object) -> None:
 _FAKES = {
     "all_reduce": _all_reduce,
     "all_reduce_": _nothing,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
     "exact_all_reduce": _exact_all_reduce,
     "exact_all_reduce_": _nothing,
     "decode": _nothing,

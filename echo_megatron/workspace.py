@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echo_megatron.config import EchoConfig
+from echo_megatron.config import QUANTIZED_BITS, EchoConfig
 from echo_megatron.ops import index_of
 from echo_megatron.transports.protocol import CommunicationError
 from echo_megatron.tuning import MAX_DEPTH
@@ -126,8 +126,8 @@ class SymmetricWorkspace(Workspace):
 
 
 def slot_bytes_for(config: EchoConfig) -> int:
-    """The largest slot that a site of this config needs."""
-    bits = {config.bits} | ({config.early_bits} if config.early_bits else set())
+    """The largest slot that a site of this config needs, or an all-gather."""
+    bits = {config.bits, config.early_bits, config.gather_bits} & set(QUANTIZED_BITS)
     return max(torch.ops.echo_megatron.slot_bytes(b, index_of(config.policy), config.group_size) for b in bits)
 
 

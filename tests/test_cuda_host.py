@@ -289,6 +289,36 @@ def test_segments(host, num_values, world_size, group_size):
     assert list(out) == [0, num_values, num_tiles, num_tiles]
 
 
+@pytest.mark.parametrize("algorithm", [3, 4], ids=["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("policy", [Policy.rotated, Policy.zero_aware])
+def test_shares(host, policy, algorithm):
+    """Of every small size and of sizes about a tile's: each begins where the one before ends, groups and tiles with it.
+
+    The values are those of the rows of x as the definition splits it, the end that of the row's working basis.
+    """
+    out = (ctypes.c_int64 * 6)()
+    for world_size in range(2, 9):
+        for num_values in (*range(1, 100), *range(4_060, 4_130), 8_192, 100_003):
+            shares = torch.arange(world_size * num_values).view(world_size, -1)
+            num_basis_values = Quantizer(4, policy, 128).num_basis_values(num_values)
+            num_tiles = -(-num_basis_values // TILE_VALUES)
+            for rank, share in enumerate(shares):
+                sizes = (ctypes.c_int64(num_values), ctypes.c_int64(num_basis_values))
+                host.check_share(*sizes, world_size, 128, algorithm, rank, out)
+                first, last = int(share[0]), int(share[-1])
+                num_state_segments = world_size - 1 if algorithm == 3 else 0
+                expected = [first, last + 1, first + num_basis_values, num_tiles, num_tiles, num_state_segments]
+                assert list(out) == expected, (world_size, num_values, rank)
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_a_reduce_scatter_keeps_state_of_the_other_ranks_shares(host, world_size):
+    for rank in range(world_size):
+        others = [segment for segment in range(world_size) if segment != rank]
+        assert [host.check_state_segment(3, rank, segment) for segment in others] == list(range(world_size - 1))
+        assert [host.check_state_segment(2, rank, segment) for segment in others] == others
+
+
 @pytest.mark.parametrize(("world_size", "num_teams", "ring"), [(2, 8, 8), (3, 2, 16), (8, 3, 8), (1, 4, 8)])
 def test_slots_of_a_workspace_are_apart_and_aligned(host, world_size, num_teams, ring):
     slot_bytes = 2304

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = {
     "all_reduce": {"y", "workspace", "state", "codes", "kept_x", "failure"},
     "all_reduce_": {"x", "workspace", "state", "codes", "kept_x", "failure"},
+    "reduce_scatter": {"y", "workspace", "state", "failure"},
+    "all_gather": {"y", "workspace", "failure"},
     "exact_all_reduce": {"y", "workspace", "failure"},
     "exact_all_reduce_": {"x", "workspace", "failure"},
     "decode": {"y"},
@@ -81,7 +83,17 @@ class TestLoaded:
     @pytest.mark.parametrize("name", WRITTEN)
     def test_traces_without_a_gpu(self, name: str) -> None:
         with FakeTensorMode():
-            call(name, torch.empty(64, 32, dtype=torch.bfloat16), torch.empty(2048, dtype=torch.bfloat16))
+            num_values = {"reduce_scatter": 1024, "all_gather": 4096}.get(name, 2048)
+            call(name, torch.empty(64, 32, dtype=torch.bfloat16), torch.empty(num_values, dtype=torch.bfloat16))
+
+    @pytest.mark.parametrize(("name", "share", "whole"), [("reduce_scatter", 512, 2048), ("all_gather", 2048, 3072)])
+    def test_tracing_refuses_a_share_of_another_size(self, name: str, share: int, whole: int) -> None:
+        y = torch.empty(share if name == "reduce_scatter" else whole, dtype=torch.bfloat16)
+        with (
+            FakeTensorMode(),
+            pytest.raises(RuntimeError, match=rf"{name}: expected one of 2 shares of {whole} of .*, got {share} of"),
+        ):
+            call(name, torch.empty(64, 32, dtype=torch.bfloat16), torch.empty_like(y))
 
     @pytest.mark.parametrize("name", ["all_reduce", "exact_all_reduce"])
     @pytest.mark.parametrize("y", [{"size": 2047, "dtype": torch.bfloat16}, {"size": 2048, "dtype": torch.float32}])
@@ -100,6 +112,7 @@ class TestLoaded:
         assert kernels.slot_bytes(bits, index, 32) == -(-num_bytes // 128) * 128
         assert kernels.call_tiles(100 * TILE_VALUES + 1, 4, index, 32, 1) == 101
         assert kernels.call_tiles(100 * TILE_VALUES + 1, 4, index, 32, 2) == 4 * 26
+        assert kernels.scatter_state_tiles(25 * TILE_VALUES + 1, 4, index, 32) == 3 * 26
 
     def test_bytes_of_a_states_tile(self) -> None:
         bits_a_value = {StateDtype.bf16: 32, StateDtype.fp32: 64, StateDtype.compact: 13}
@@ -112,7 +125,8 @@ def call(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
     buffer, failure = torch.empty(4096, dtype=torch.uint8), torch.empty(16, dtype=torch.int64)
     geometry = {"num_blocks": 1, "num_teams": 4, "ring": 8, "slot_bytes": 2304, "timeout_s": 1.0}
     place = {"rank": 0, "site": [0, 0, 0]}
-    code = {"bits": 4, "policy": 3, "group_size": 32, "algorithm": 1}
+    quantizer = {"bits": 4, "policy": 3, "group_size": 32}
+    code = {**quantizer, "algorithm": 1}
     recurrence = {"state_dtype": 0, "fresh": True, "coefficients": [0.0] * 5}
     outputs = () if name.endswith("_") else (y,)
     operator = getattr(torch.ops.echo_megatron, name)
@@ -120,6 +134,12 @@ def call(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
         case "all_reduce":
             options = {**place, **code, **recurrence, **geometry, "residual": 0, "rescale": 0, "depth": 2}
             operator(x, *outputs, buffer, None, buffer, None, failure, [0, 1], **options)
+        case "reduce_scatter":
+            options = {**place, **quantizer, **recurrence, **geometry, "residual": 0, "rescale": 0, "depth": 2}
+            operator(x, y, buffer, None, failure, [0, 1], **options)
+        case "all_gather":
+            options = {**place, **quantizer, **geometry, "rescale": 0, "depth": 2}
+            operator(x, y, buffer, failure, [0, 1], **options)
         case "exact_all_reduce":
             operator(x, *outputs, buffer, failure, [0, 1], **place, **geometry)
         case "decode":

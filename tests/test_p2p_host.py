@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from echo_megatron import communicator as communicator_module
 from echo_megatron.communicator import Communicator
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Residual, StateDtype
+from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, Policy, Residual, StateDtype
 from echo_megatron.ops import NAMESPACE, index_of
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.reference import Segments, make_quantizer
@@ -33,11 +33,21 @@ from echo_megatron.tuning import Choice, Entry, Table
 from echo_megatron.workspace import TEAMS_A_BLOCK, Workspace
 
 BINDING = Path(__file__).resolve().parent.parent / "cuda" / "binding.cpp"
-RECORDED = ("all_reduce", "all_reduce_", "exact_all_reduce", "exact_all_reduce_", "decode", "consensus_update")
+RECORDED = (
+    "all_reduce",
+    "all_reduce_",
+    "reduce_scatter",
+    "all_gather",
+    "exact_all_reduce",
+    "exact_all_reduce_",
+    "decode",
+    "consensus_update",
+)
 # Invented; the tests ask the operators, as the transport does.
 SIZES = {
     "slot_bytes": lambda bits, policy, group_size: 512 * bits + 8192 // group_size,
     "call_tiles": lambda num_values, world_size, policy, group_size, algorithm: -(-num_values // 4096),
+    "scatter_state_tiles": lambda num_values, world_size, policy, group_size: 2 * -(-num_values // 4096),
     "state_tile_bytes": lambda state_dtype: 16384 * (1 + state_dtype),
 }
 SUM = 7.0  # what a stand-in leaves as the sum
@@ -61,15 +71,16 @@ NONE = LOCAL.replace(eta=0.0)
 def schemas() -> dict[str, str]:
     """The operators' schemas by name."""
     text = BINDING.read_text(encoding="utf-8").replace("\\\n", " ")
-    literals = {
-        name: "".join(re.findall(r'"([^"]*)"', body)) for name, body in re.findall(r"#define (ECHO_\w+) (.*)", text)
-    }
-    found = {}
-    for definition in re.findall(r"m\.def\(((?:\s*(?:\"[^\"]*\"|ECHO_\w+))+)", text):
-        parts = re.findall(r"\"([^\"]*)\"|(ECHO_\w+)", definition)
-        schema = "".join(literal or literals[macro] for literal, macro in parts)
-        found[schema.partition("(")[0]] = schema
-    return found
+    literals: dict[str, str] = {}
+
+    def expanded(parts: str) -> str:
+        found = re.findall(r"\"([^\"]*)\"|(ECHO_\w+)", parts)
+        return "".join(literal or literals[macro] for literal, macro in found)
+
+    for name, body in re.findall(r"#define (ECHO_[A-Z]+) (.*)", text):
+        literals[name] = expanded(body)
+    definitions = re.findall(r"m\.def\(((?:\s*(?:\"[^\"]*\"|ECHO_\w+))+)", text)
+    return {schema.partition("(")[0]: schema for schema in map(expanded, definitions)}
 
 
 @dataclass
@@ -533,6 +544,106 @@ class TestConsensus:
         rank.all_reduce(x, site(1), out=x)
         assert not any(calls[0][name].is_inference() for name in ("codes", "kept_x", "state"))
         calls[2]["kept_x"].fill_(0)
+
+
+class TestShares:
+    """Sequence parallelism's reduce-scatter and all-gather."""
+
+    @pytest.mark.parametrize("config", [LOCAL, NONE, LOCAL.replace(bits=8, state_dtype=StateDtype.compact)])
+    def test_reduce_scatter(self, calls, config):
+        rank, x = make_rank(config), values(300_000).view(-1, 8)
+        sites = [site(idx, bits=bits, chunk=2) for idx, bits in enumerate((config.bits, 8, 4))]
+        compensator = rank.compensators[FORWARD] if config.compensates else None
+        for where in sites:
+            output = rank.transport.reduce_scatter(x, where, compensator)
+            assert output.shape == (12_500, 8) and output.dtype == x.dtype and (output == SUM).all()
+        tile_bytes = torch.ops.echo_megatron.state_tile_bytes(index_of(config.state_dtype))
+        for idx, (call, where) in enumerate(zip(calls, sites, strict=True)):
+            assert call.name == "reduce_scatter" and call["x"] is x
+            assert call["state"] is calls[0]["state"]
+            if config.compensates:
+                assert call["state"].numel() == 2 * 25 * tile_bytes, "two shares of other ranks of 100,000 values each"
+            expected = options(config, where, Choice(Algorithm.two_shot, NUM_BLOCKS, 3), idx == 0 or config is NONE)
+            del expected["algorithm"]
+            assert without_tensors(call) == expected
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_all_gather(self, calls, bits):
+        rank, x = make_rank(LOCAL), values(100_000).view(-1, 8)
+        for idx in range(2):
+            output = rank.transport.all_gather(x, site(idx, bits=bits))
+            assert output.shape == (37_500, 8) and (output == SUM).all()
+        expected = options(LOCAL, site(1, bits=bits), Choice(Algorithm.two_shot, NUM_BLOCKS, 3), fresh=True)
+        for name in ("algorithm", "residual", "state_dtype", "fresh", "coefficients"):
+            del expected[name]
+        assert calls[1].name == "all_gather" and calls[1]["x"] is x and without_tensors(calls[1]) == expected
+        assert rank.compensators[FORWARD].is_fresh, "nothing is fed back"
+
+    def test_a_given_output_is_written_in_place_and_a_strided_input_is_copied(self, calls):
+        rank, x = make_rank(NONE), torch.ones(300, 400, dtype=torch.bfloat16)
+        share, whole = x.new_zeros(100, 400), x.new_zeros(900, 400)
+        assert rank.transport.reduce_scatter(x, site(), None, share) is share and calls[0]["y"] is share
+        assert rank.transport.all_gather(x, site(), whole) is whole and calls[1]["y"] is whole
+        rank.transport.reduce_scatter(torch.ones(400, 300, dtype=torch.bfloat16).t(), site(), None)
+        rank.transport.all_gather(torch.ones(400, 300, dtype=torch.bfloat16).t(), site())
+        assert calls[2]["x"].is_contiguous() and calls[2]["y"].shape == (100, 400)
+        assert calls[3]["x"].is_contiguous() and calls[3]["y"].shape == (900, 400)
+
+    def test_the_larger_tensor_decides_how_a_call_runs(self, calls):
+        rank = make_rank(NONE)
+        small, large = Choice(Algorithm.one_shot, 16, 2), Choice(Algorithm.two_shot, NUM_BLOCKS, 3)
+        for num_values, scattered, gathered in ((120_000, small, large), (30_000, small, small)):
+            calls.clear()
+            rank.transport.reduce_scatter(values(num_values), site(), None)
+            rank.transport.all_gather(values(num_values), site())
+            for call, choice in zip(calls, (scattered, gathered), strict=True):
+                assert (call["num_blocks"], call["depth"]) == (choice.num_blocks, choice.depth)
+
+    def test_a_reduce_scatter_and_an_all_reduce_do_not_share_a_pass(self, calls):
+        """Of one working basis: their states are laid out differently."""
+        rank, x = make_rank(LOCAL.replace(algorithm=Algorithm.two_shot)), values(300_000)
+        compensator = rank.compensators[FORWARD]
+        rank.transport.reduce_scatter(x, site(0), compensator)
+        rank.transport.reduce_scatter(x, site(1), compensator)
+        rank.transport.all_gather(x, site(1))
+        rank.all_reduce(values(100_000), site(2))
+        rank.transport.reduce_scatter(x, site(3), compensator)
+        assert [call["fresh"] for call in calls if call.name != "all_gather"] == [True, False, True, True]
+
+    def test_sent_bytes(self, calls):
+        rank, x = make_rank(LOCAL), values(300_000)
+        quantizer = {bits: make_quantizer(LOCAL, bits) for bits in (4, 8)}
+        scattered = 2 * quantizer[4].num_bytes(100_000)
+        gathered = 2 * quantizer[8].num_bytes(300_000)
+        assert rank.transport.num_sent_bytes(x, site(), Collective.reduce_scatter) == scattered
+        assert rank.transport.num_sent_bytes(x, site(bits=8), Collective.all_gather) == gathered
+        rank.transport.reduce_scatter(x, site(), rank.compensators[FORWARD])
+        rank.transport.all_gather(x, site(bits=8))
+        assert rank.transport.take_sent_bytes() == scattered + gathered
+
+    def test_correction_of_a_reduce_scatter_by_share(self, calls):
+        """Zeros for the rank's own share, of which it rounds nothing; each share to the end of its last block."""
+        rank, x = make_rank(LOCAL), values(3 * 100_001)
+        compensator, kind = rank.compensators[FORWARD], Collective.reduce_scatter
+        assert rank.transport.correction(x, site(0), compensator, kind) is None
+        rank.transport.reduce_scatter(x, site(0), compensator)
+        calls[0]["state"].view(2, -1).view(torch.bfloat16).copy_(torch.tensor([[1.5], [2.5]]))
+        correction = rank.transport.correction(x, site(1), compensator, kind)
+        assert correction.shape == (3, 100_032) and correction.dtype is torch.float32
+        assert correction[0].eq(1.5).all() and correction[RANK].eq(0).all() and correction[2].eq(2.5).all()
+        assert rank.transport.correction(values(300), site(1), compensator, kind) is None, "another size begins a pass"
+        assert rank.transport.correction(x, site(1), compensator) is None, "so does an all-reduce"
+
+    def test_plans_are_bounded_and_of_one_table(self, calls, monkeypatch):
+        monkeypatch.setattr(p2p, "_MAX_PLANS", 3)
+        rank = make_rank(NONE)
+        for num_values in (*range(3, 30, 3), 3):
+            rank.transport.reduce_scatter(values(num_values), site(), None)
+            rank.transport.all_gather(values(num_values), site())
+            assert len(rank.transport._share_plans) <= 3
+        rank.transport.table = Table.always(Choice(Algorithm.one_shot, 5, 1))
+        rank.transport.all_gather(values(3), site())
+        assert (calls[-1]["num_blocks"], calls[-1]["depth"]) == (5, 1)
 
 
 class TestCorrection:

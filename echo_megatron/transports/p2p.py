@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from echo_megatron import ops
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, EchoConfig, Residual
-from echo_megatron.ops import index_of
-from echo_megatron.reference import make_quantizer, num_sent_bytes
+from echo_megatron.config import Algorithm, Collective, EchoConfig, Residual
 from echo_megatron.sites import Site
+from echo_megatron.transports.consensus import ConsensusUpdate
+from echo_megatron.transports.p2p_plans import Plan, SharePlan, plan_all_reduce, plan_shares
 from echo_megatron.transports.protocol import CommunicationError, Reduced
-from echo_megatron.transports.tiled_state import read_correction
+from echo_megatron.transports.tiled_state import read_correction, read_scattered_correction
 from echo_megatron.tuning import Choice, Table, load_table
 from echo_megatron.workspace import SymmetricWorkspace, Workspace, all_or_none, gather_numbers, host_number
 
@@ -29,37 +28,12 @@ _TIMEOUT, _MISMATCH = 1, 2  # cuda/arguments.cuh, Failure; 3 is a peer that gave
 _MAX_PLANS = 1024  # sizes of messages that are remembered at once
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What the calls of one size, dtype, bits, direction and compensation share: worked out once.
-
-    Attributes:
-        options: the operator's keyword arguments that are the same in all of them.
-        state_key: of `Compensator.raw_state`.
-        num_state_bytes: size of that state.
-        num_code_bytes: size of the records that the sum is decoded from.
-        saves_codes: the records are smaller than the sum.
-        num_sent_bytes: of the wire records that the rank sends to others.
-        decode_options: of the operator `decode`.
-        update_options: of the operator `consensus_update`, the same in all of them.
-    """
-
-    options: dict[str, Any]
-    state_key: tuple[int, Algorithm]
-    num_state_bytes: int
-    num_code_bytes: int
-    saves_codes: bool
-    num_sent_bytes: int
-    decode_options: dict[str, Any]
-    update_options: dict[str, Any]
-
-
 class P2PTransport:
     """One rank's part of the calls that `reference.SimulatedGroup` defines, bit for bit, in one kernel launch each.
 
     No call synchronizes the host or allocates more than its result, so a CUDA graph captures it. Calls of one
     communicator run in the order in which they were made, whatever their streams. The host's part of a call is paid by
-    every message that the GPU waits for: what it needs is in a `_Plan`.
+    every message that the GPU waits for: what it needs is in a `Plan` or a `SharePlan`.
 
     Args:
         workspace: this rank's.
@@ -75,19 +49,21 @@ class P2PTransport:
         self.rank, self.world_size = workspace.rank, workspace.world_size
         self.algorithm = config.algorithm
         self._device = workspace.buffer.device
-        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._share_plans: dict[tuple[object, ...], SharePlan] = {}
         self.table = table
         self._sites: dict[tuple[int, int, int], Site] = {}
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self._raw_stream: int | None = None
         self._updates_beside = True
-        self._updates: dict[int, _ConsensusUpdate] = {}
+        self._updates: dict[int, ConsensusUpdate] = {}
         self._num_sent_bytes = 0
         self._coefficients = Compensator(config).coefficients
         library = torch.ops.echo_megatron
         # Overloads: an operator's own name looks for the overload that fits in each call.
         self._all_reduce, self._all_reduce_ = library.all_reduce.default, library.all_reduce_.default
         self._exact, self._exact_ = library.exact_all_reduce.default, library.exact_all_reduce_.default
+        self._reduce_scatter, self._all_gather = library.reduce_scatter.default, library.all_gather.default
         self._memory = {
             "rank": self.rank,
             "num_teams": workspace.num_teams,
@@ -106,6 +82,7 @@ class P2PTransport:
     def table(self, table: Table) -> None:
         self._table = table
         self._plans.clear()
+        self._share_plans.clear()
 
     def choose(self, x: Tensor, site: Site) -> Choice:
         """Algorithm, grid and depth of a call, the same on every rank.
@@ -116,6 +93,12 @@ class P2PTransport:
         choice = self.table.choose(*sizes, self.config.bits, site.direction, x.dtype)
         algorithm = choice.algorithm if self.config.algorithm is Algorithm.auto else self.config.algorithm
         return Choice(algorithm, min(choice.num_blocks, self.workspace.max_blocks), choice.depth)
+
+    def choose_shares(self, x: Tensor, site: Site, collective: Collective) -> Choice:
+        """Grid and depth of a reduce-scatter or an all-gather: those of an all-reduce of the larger tensor."""
+        num_bytes = x.numel() * x.element_size() * (1 if collective is Collective.reduce_scatter else self.world_size)
+        choice = self.table.choose(num_bytes, self.world_size, self.config.policy, site.bits, site.direction, x.dtype)
+        return Choice(Algorithm.two_shot, min(choice.num_blocks, self.workspace.max_blocks), choice.depth)
 
     def all_reduce(
         self,
@@ -130,14 +113,8 @@ class P2PTransport:
         in_place = out is not None and _is_same_memory(out, source)
         output = source if in_place else torch.empty_like(source)
         plan = self._plan(x, site, compensator is not None)
-        state, fresh, update = None, True, None
-        if compensator is not None:
-            is_captured = _is_capturing()
-            state = compensator.raw_state(plan.state_key, plan.num_state_bytes, self._device, is_captured)
-            # A replay of a later site's graph follows one of the site before it, whatever ran before the capture.
-            fresh = compensator.is_fresh and not (is_captured and site.idx > 0)
-            update = self._update_of(site) if self._updates_later(site) else None
-
+        state, fresh = self._state(compensator, plan, site)
+        update = self._update_of(site) if compensator is not None and self._updates_later(site) else None
         codes = kept_x = None
         keeps_codes = keep and plan.saves_codes
         if keeps_codes:
@@ -165,6 +142,30 @@ class P2PTransport:
             return Reduced(output, codes, partial(_restore, x.shape, x.dtype, plan.decode_options))
         return Reduced(output, output, _same)
 
+    def reduce_scatter(
+        self, x: Tensor, site: Site, compensator: Compensator | None, out: Tensor | None = None
+    ) -> Tensor:
+        """See `Transport.reduce_scatter`."""
+        source, memory = self._begin(x, site), self.workspace
+        plan = self._share_plan(x, site, Collective.reduce_scatter, compensator is not None)
+        state, fresh = self._state(compensator, plan, site)
+        output = source.new_empty((x.shape[0] // self.world_size, *x.shape[1:])) if out is None else out
+        tensors = (memory.buffer, state, memory.failure, memory.peers)
+        self._reduce_scatter(source, output, *tensors, fresh=fresh, site=site.numbers, **plan.options)
+        self._num_sent_bytes += plan.num_sent_bytes
+        if compensator is not None:
+            compensator.mark_updated()
+        return output
+
+    def all_gather(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
+        """See `Transport.all_gather`."""
+        source, memory = self._begin(x, site), self.workspace
+        plan = self._share_plan(x, site, Collective.all_gather, False)
+        output = source.new_empty((x.shape[0] * self.world_size, *x.shape[1:])) if out is None else out
+        self._all_gather(source, output, memory.buffer, memory.failure, memory.peers, site=site.numbers, **plan.options)
+        self._num_sent_bytes += plan.num_sent_bytes
+        return output
+
     def exact_all_reduce(self, x: Tensor, site: Site, out: Tensor | None = None) -> Tensor:
         """The sum in FP32 in rank order, rounded once (`reference.exact_sum`): for messages too small to quantize."""
         source, memory = self._begin(x, site), self.workspace
@@ -177,9 +178,13 @@ class P2PTransport:
         self._exact(source, output, *tensors, site=site.numbers, **self._exact_options)
         return output if out is None else out.copy_(output)
 
-    def correction(self, x: Tensor, site: Site, compensator: Compensator) -> Tensor | None:
+    def correction(
+        self, x: Tensor, site: Site, compensator: Compensator, collective: Collective = Collective.all_reduce
+    ) -> Tensor | None:
         """See `Transport.correction`."""
         self._begin(x, site)
+        if collective is not Collective.all_reduce:
+            return self._scattered_correction(self._share_plan(x, site, collective, True), compensator)
         plan = self._plan(x, site, True)
         state = compensator.written_state(plan.state_key, plan.num_state_bytes, self._device)
         if state is None:
@@ -189,16 +194,26 @@ class P2PTransport:
         num_values, algorithm = plan.state_key
         return read_correction(state, self.config, algorithm, self.world_size, num_values)
 
-    def num_sent_bytes(self, x: Tensor, site: Site) -> int:
+    def _scattered_correction(self, plan: SharePlan, compensator: Compensator) -> Tensor | None:
+        state = compensator.written_state(plan.state_key, plan.num_state_bytes, self._device)
+        if state is None:
+            return None
+        ranks = (self.world_size, self.rank)
+        return read_scattered_correction(state, self.config.state_dtype, *ranks, num_values=plan.state_key[0])
+
+    def num_sent_bytes(self, x: Tensor, site: Site, collective: Collective = Collective.all_reduce) -> int:
         """See `Transport.num_sent_bytes`."""
-        return self._plan(x, site, self.config.compensates).num_sent_bytes
+        if collective is Collective.all_reduce:
+            return self._plan(x, site, self.config.compensates).num_sent_bytes
+        compensates = self.config.compensates and collective is Collective.reduce_scatter
+        return self._share_plan(x, site, collective, compensates).num_sent_bytes
 
     def exact_below_bytes(self, dtype: torch.dtype) -> int:
         """Messages of fewer bytes are summed exactly in no more time."""
         return self.table.exact_below_bytes(self.world_size, dtype)
 
-    def min_bytes(self, dtype: torch.dtype) -> int:
-        """As `exact_below_bytes`: why round what costs no less."""
+    def min_bytes(self, dtype: torch.dtype, collective: Collective = Collective.all_reduce) -> int:
+        """As `exact_below_bytes`, of every collective: why round what costs no less."""
         return self.exact_below_bytes(dtype)
 
     def check(self) -> None:
@@ -216,7 +231,7 @@ class P2PTransport:
         elif code == _MISMATCH:
             what = (
                 f"rank {peer} makes another call: expected call {expected:#06x}, got {seen:#06x}. The ranks must "
-                "agree on site, elements, dtype, bits, policy and algorithm"
+                "agree on collective, site, elements, dtype, bits, policy and algorithm"
             )
         else:
             what = f"rank {peer} gave up; see its error"
@@ -256,7 +271,7 @@ class P2PTransport:
             raise CommunicationError(f"{site}: this communicator was destroyed; create a new one")
         if x.device != self._device:
             raise ValueError(
-                f"all_reduce: expected a tensor on {self._device}, this communicator's GPU, got {x.device}; use "
+                f"{site}: expected a tensor on {self._device}, this communicator's GPU, got {x.device}; use "
                 "transport: collective for other devices"
             )
         self._sites[site.numbers] = site
@@ -268,137 +283,48 @@ class P2PTransport:
             self._stream, self._raw_stream = stream, raw_stream
         return x.contiguous()
 
-    def _plan(self, x: Tensor, site: Site, compensates: bool) -> _Plan:
+    def _state(self, compensator: Compensator | None, plan: Plan | SharePlan, site: Site) -> tuple[Tensor | None, bool]:
+        """The state that a call updates, and whether it does so without reading it."""
+        if compensator is None:
+            return None, True
+        is_captured = _is_capturing()
+        state = compensator.raw_state(plan.state_key, plan.num_state_bytes, self._device, is_captured)
+        # A replay of a later site's graph follows one of the site before it, whatever ran before the capture.
+        return state, compensator.is_fresh and not (is_captured and site.idx > 0)
+
+    def _plan(self, x: Tensor, site: Site, compensates: bool) -> Plan:
         key = (x.numel(), x.dtype, site.bits, site.numbers[1], compensates)  # a number: an enum's hash is slow
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make_plan(x, site, compensates)
+            call = (self.config, self._memory, self.world_size, x, site, self.choose(x, site))
+            plan = self._plans[key] = plan_all_reduce(*call, self._coefficients_if(compensates))
         return plan
 
-    def _make_plan(self, x: Tensor, site: Site, compensates: bool) -> _Plan:
-        library, config, num_values = torch.ops.echo_megatron, self.config, x.numel()
-        choice = self.choose(x, site)
-        layout = {
-            "policy": index_of(config.policy),
-            "group_size": config.group_size,
-            "algorithm": index_of(choice.algorithm),
-        }
-        records = {**layout, "bits": site.bits}
-        coefficients = self._coefficients if compensates else [0.0] * len(self._coefficients)
-        state_dtype = index_of(config.state_dtype)
-        num_tiles = library.call_tiles(num_values, self.world_size, **layout)
-        num_records = num_tiles * (self.world_size if choice.algorithm is Algorithm.one_shot else 1)
-        num_basis_values = make_quantizer(config, config.bits).num_basis_values(num_values)
-        num_code_bytes = num_records * library.slot_bytes(site.bits, layout["policy"], config.group_size)
-        decode_options = {**records, "world_size": self.world_size}
-        return _Plan(
-            options={
-                **self._memory,
-                **records,
-                "residual": index_of(config.residual_of(site.direction)),
-                "rescale": index_of(config.rescale),
-                "state_dtype": state_dtype,
-                "coefficients": coefficients,
-                "num_blocks": choice.num_blocks,
-                "depth": choice.depth,
-            },
-            state_key=(num_basis_values, choice.algorithm),
-            num_state_bytes=num_tiles * library.state_tile_bytes(state_dtype),
-            num_code_bytes=num_code_bytes,
-            saves_codes=num_code_bytes < num_values * x.element_size(),
-            num_sent_bytes=num_sent_bytes(config, site.bits, choice.algorithm, self.world_size, self.rank, num_values),
-            decode_options=decode_options,
-            update_options={**decode_options, "state_dtype": state_dtype, "coefficients": coefficients},
-        )
+    def _share_plan(self, x: Tensor, site: Site, collective: Collective, compensates: bool) -> SharePlan:
+        key = (x.numel(), x.dtype, site.bits, site.numbers[1], collective.value, compensates)
+        plan = self._share_plans.get(key)
+        if plan is None:
+            if len(self._share_plans) >= _MAX_PLANS:
+                self._share_plans.clear()
+            num_values = x.numel() // (self.world_size if collective is Collective.reduce_scatter else 1)
+            call = (self.config, self._memory, self.world_size, num_values, site, collective)
+            choice = self.choose_shares(x, site, collective)
+            plan = self._share_plans[key] = plan_shares(*call, choice, self._coefficients_if(compensates))
+        return plan
+
+    def _coefficients_if(self, compensates: bool) -> list[float]:
+        return self._coefficients if compensates else [0.0] * len(self._coefficients)
 
     def _updates_later(self, site: Site) -> bool:
         return self.config.residual_of(site.direction) is Residual.consensus
 
-    def _update_of(self, site: Site) -> _ConsensusUpdate:
+    def _update_of(self, site: Site) -> ConsensusUpdate:
         update = self._updates.get(site.numbers[1])
         if update is None:
-            update = self._updates[site.numbers[1]] = _ConsensusUpdate(self._device, self._updates_beside)
+            update = self._updates[site.numbers[1]] = ConsensusUpdate(self._device, self._updates_beside)
         return update
-
-
-class _ConsensusUpdate:
-    """The consensus residual's update of one direction: on a side stream, beside the next matmul (paper Sec. 5.1).
-
-    The next call of the direction waits for it. In a graph capture it runs on the call's own stream: a fork that is
-    not joined before the capture ends is an error.
-
-    Args:
-        device: of the group's tensors.
-        beside: False runs every update on the call's own stream.
-    """
-
-    def __init__(self, device: torch.device, beside: bool = True) -> None:
-        self._beside = beside
-        self._captured: list[Tensor] = []  # buffers that graphs use
-        self._update = torch.ops.echo_megatron.consensus_update.default
-        self._stream = torch.cuda.Stream(device)
-        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
-        self._is_pending = False
-        self._codes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._copy = torch.empty(0, dtype=torch.uint8, device=device)
-        self._copy_view = self._copy
-
-    def codes(self, num_bytes: int) -> Tensor:
-        """A buffer for the call's records."""
-        if self._codes.numel() < num_bytes:
-            self._codes = self._allocate(num_bytes)
-        return self._codes
-
-    def copy_of(self, x: Tensor) -> Tensor:
-        """A flat buffer for x's values: a call in place overwrites x before the update has read it."""
-        if self._copy_view.dtype != x.dtype or self._copy_view.numel() != x.numel():
-            num_bytes = x.numel() * x.element_size()
-            if self._copy.numel() < num_bytes:
-                self._copy = self._allocate(num_bytes)
-            with torch.inference_mode(False):
-                self._copy_view = self._copy[:num_bytes].view(x.dtype)
-        return self._copy_view
-
-    def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Orders `stream`, the current one, behind the last update."""
-        assert stream is not None
-        if self._is_pending and not _is_capturing():
-            stream.wait_event(self._done)
-
-    def launch(
-        self, stream: torch.cuda.Stream | None, x: Tensor, codes: Tensor | None, state: Tensor | None, **options: Any
-    ) -> None:
-        """Starts the update behind the call on `stream`, the current one."""
-        assert stream is not None and codes is not None and state is not None
-        is_captured = _is_capturing()
-        if is_captured or not self._beside:
-            self._update(x, codes, state, **options)
-            self._is_pending = False
-            if is_captured:
-                self._captured += [self._codes, self._copy]
-            return
-        self._begun.record(stream)
-        self._stream.wait_event(self._begun)
-        with self._stream:
-            self._update(x, codes, state, **options)
-        self._done.record(self._stream)
-        self._is_pending = True
-        for tensor in (x, codes, state):
-            if tensor is not self._codes and tensor is not self._copy_view:
-                tensor.record_stream(self._stream)
-
-    def _allocate(self, num_bytes: int) -> Tensor:
-        """A buffer whose memory is not used anew before the last update has read it."""
-        with torch.inference_mode(False):  # see Compensator.apply
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._codes.device)
-        buffer.record_stream(self._stream)
-        return buffer
-
-    def num_bytes(self) -> int:
-        """Device memory that is kept between calls."""
-        return self._codes.numel() + self._copy.numel()
 
 
 def why_unavailable(group: dist.ProcessGroup) -> str | None:

@@ -40,6 +40,24 @@ def read_correction(
     return values[:, :length].flatten()[:num_values]
 
 
+def read_scattered_correction(state: Tensor, dtype: StateDtype, world_size: int, rank: int, num_values: int) -> Tensor:
+    """c of a reduce-scatter, share by share in the order of the working basis.
+
+    Args:
+        state: uint8, the shares of the other ranks, each filled up to whole tiles.
+        dtype: of the state.
+        world_size: P.
+        rank: whose state it is; it rounds nothing of its own share, which has none.
+        num_values: of a share in the working basis.
+
+    Returns:
+        fp32 [P, num_values], zeros in the own share.
+    """
+    tiles = state.view(world_size - 1, -(-num_values // TILE_VALUES), -1)
+    others = tile_corrections(tiles, dtype).flatten(1)[:, :num_values]
+    return torch.cat((others[:rank], torch.zeros_like(others[:1]), others[rank:]))
+
+
 def tile_corrections(tiles: Tensor, dtype: StateDtype) -> Tensor:
     """c of whole tiles: uint8 [..., bytes of a tile's state] to fp32 [..., 4,096]."""
     value_bytes = {StateDtype.bf16: 2, StateDtype.fp32: 4, StateDtype.compact: 1}[dtype]

@@ -165,6 +165,20 @@ void check_segment(int64_t num_values, int world, int group_size, int algorithm,
   out[2] = segments.tiles(rank);
   out[3] = segments.max_tiles();
 }
+void check_share(int64_t num_values, int64_t num_basis_values, int world, int group_size, int algorithm_idx, int rank,
+                 int64_t* out) {
+  const auto algorithm = static_cast<Algorithm>(algorithm_idx);
+  const Segments segments(num_basis_values, world, group_size, algorithm, num_values);
+  out[0] = segments.begin(rank);
+  out[1] = segments.values_end(rank, num_values);
+  out[2] = segments.end(rank);
+  out[3] = segments.tiles(rank);
+  out[4] = segments.max_tiles();
+  out[5] = state_segments(algorithm, world);
+}
+int check_state_segment(int algorithm, int rank, int segment) {
+  return state_segment(static_cast<Algorithm>(algorithm), rank, segment);
+}
 void check_state(int dtype, int* out) {
   out[0] = state_average_offset(static_cast<StateDtype>(dtype));
   out[1] = state_tile_bytes(static_cast<StateDtype>(dtype));

@@ -380,8 +380,8 @@ def test_wrong_tensors_are_named():
     for call.x, call.out, message in (
         (x.double(), out.double(), "bfloat16, float16 or float32"),
         (x[::2], out[::2], "expected x to be a contiguous"),
-        (x[:7], out, "expected y like x"),
-        (x, out.float(), "expected y like x"),
+        (x[:7], out, "expected y of 7"),
+        (x, out.float(), "expected y of 1000"),
         (x[:0], out[:0], "at least one value"),
         (x.cpu(), out, "."),
     ):
