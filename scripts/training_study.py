@@ -9,7 +9,7 @@ qwen3_0p6b:  Qwen3-0.6B for 1,000 steps, 16-bit beside Echo: the paper's Fig. 3 
 
 Every arm of a seed sees the same data and initialization. A run that is finished is not repeated; the same command
 goes on after an interruption, and `--budget-s` ends it in time. `--render` compares the runs that are there, without
-training. The results of qwen3_0p6b keep the losses of its runs, so that arms can come one after the other.
+training. `--results` keeps the runs' losses beside the comparison, so that arms can come one after the other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Study:
         results: name of the files in the results' folder.
         arms: overrides by arm; the first is what the others are compared with.
         seeds: of each arm.
-        keeps_runs: the results have the runs' losses beside them.
         paper: the paper's values by arm, and where they are from; empty where it has none.
     """
 
@@ -52,7 +51,6 @@ class Study:
     results: str
     arms: Mapping[str, tuple[str, ...]]
     seeds: tuple[int, ...]
-    keeps_runs: bool
     paper: Mapping[str, Any]
 
 
@@ -76,7 +74,6 @@ STUDIES = {
             "paper": ("tp_comm=echo4_paper",),
         },
         seeds=(1, 2, 3),
-        keeps_runs=False,
         paper={},
     ),
     "qwen3_0p6b": Study(
@@ -90,7 +87,6 @@ STUDIES = {
             "none": ("tp_comm=echo4", "tp_comm.eta=0.0"),
         },
         seeds=(1234,),
-        keeps_runs=True,
         paper={
             "source": "paper, Table 7: P=4, 786,432 tokens a step, 12,716 steps of Dolma C4",
             "rows": [
@@ -214,16 +210,12 @@ def train(study: Study, options: argparse.Namespace) -> list[str]:
 
 
 def write_results(study: Study, options: argparse.Namespace, unfinished: Sequence[str]) -> None:
-    """Keeps the finished runs where the study does so, and compares."""
-    folder = options.out
-    if study.keeps_runs:
-        folder = options.results / f"{study.results}_runs"
-        if not options.render:
-            names = [run_name(study, arm, seed) for arm in options.arms for seed in options.seeds]
-            keep([options.out / name for name in names if name not in unfinished], folder)
-    elif unfinished:
-        return
-    render(study, folder, options.results, options.out / "comparison")
+    """Keeps the finished runs beside the results, and compares all that are there."""
+    kept = options.results / f"{study.results}_runs"
+    if not options.render:
+        names = [run_name(study, arm, seed) for seed in options.seeds for arm in options.arms]
+        keep([options.out / name for name in names if name not in unfinished], kept)
+    render(study, kept, options.results, options.out / "comparison")
 
 
 if __name__ == "__main__":
