@@ -773,7 +773,7 @@ class TestErrors:
                 r"for rank 2: expected epoch 17, seen 16\. The rank died, hangs, or makes fewer calls\. The outputs of "
                 r"this call are NaN; create a new communicator to go on",
             ),
-            (2, r"rank 2 makes another call: expected call 0x0011, got 0x0010\. The ranks must agree on site"),
+            (2, r"rank 2 makes another call: expected call 0x0011, got 0x0010\. The ranks must agree on collective, site"),
             (3, r"forward site 2 .*: rank 2 gave up; see its error"),
         ],
     )

@@ -113,7 +113,7 @@ def plan_shares(
     """The plan of a reduce-scatter or an all-gather of shares of `num_share_values` values; see `plan_all_reduce`."""
     library = torch.ops.echo_megatron
     layout = {"policy": index_of(config.policy), "group_size": config.group_size}
-    options = {
+    options: dict[str, Any] = {
         **memory,
         **layout,
         "bits": site.bits,
