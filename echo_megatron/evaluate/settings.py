@@ -27,6 +27,8 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PRESETS if name != "nccl"},
     "uncompensated": ("echo4", {"eta": 0.0}),
     "early8": ("echo4", {"early_bits": 8, "early_fraction": 0.5}),
+    # With the local residual the rounding error of a site is then corrected whole at the next: S_t = delta_t (Eqn. 13).
+    "full_feedback": ("echo4", {"eta": 1.0, "beta1": 0.0, "beta2": 0.0}),
 }
 
 
@@ -97,6 +99,7 @@ OURS: dict[str, str] = {
     "beta1=0.4,beta2=0.4": "single average (beta 0.4)",
     "eta=0.0": "no compensation",
     "eta=0.9": "eta 0.9",
+    "eta=1.0,beta1=0.0,beta2=0.0": "full feedback (eta 1, betas 0)",
     "state_dtype=compact": "compact state",
 }
 

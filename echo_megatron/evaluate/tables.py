@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from echo_megatron.evaluate.settings import OURS, TABLE_8
+from echo_megatron.evaluate.settings import NATIVE, OURS, TABLE_8, parse_setting
 from echo_megatron.result_files import markdown_table, provenance_lines
 
 Row = dict[str, Any]
@@ -70,7 +70,7 @@ def ablation_table(rows: Sequence[Row]) -> list[str]:
     """The paper's Table 8: our perplexities of its form at 4 and 8 bits, its own, and ours of our form."""
     blocks: list[str] = []
     for world_size, kind in dict.fromkeys((row["P"], row["ranks"]) for row in rows):
-        own = {row["setting"]: row for row in rows if (row["P"], row["ranks"]) == (world_size, kind)}
+        own = {row["key"].split(" ", 2)[2]: row for row in rows if (row["P"], row["ranks"]) == (world_size, kind)}
         body = [
             [label, *(_value(own, f"echo{bits}_paper", overrides) for bits in (4, 8)), f"{paper:.3f}"]
             for overrides, (label, paper) in TABLE_8.items()
@@ -80,8 +80,8 @@ def ablation_table(rows: Sequence[Row]) -> list[str]:
             for overrides, label in OURS.items()
         ]
         body = [line for line in body if line[1] or line[2]]
-        if any(f"echo{bits}_paper,{overrides}" in own for bits in (4, 8) for overrides in TABLE_8):
-            native = own.get("16bit")
+        if any(line[0] == label for line in body for label, _ in list(TABLE_8.values())[1:]):
+            native = own.get(NATIVE)
             if native is not None:
                 body.insert(0, ["16 bit", perplexity_of(native), perplexity_of(native), "6.07"])
             columns = [f"P={world_size}, {kind}", "4 bits", "8 bits", "paper: Llama-3-8B, 4 bits, P=4"]
@@ -91,7 +91,7 @@ def ablation_table(rows: Sequence[Row]) -> list[str]:
 
 def _value(own: dict[str, Row], preset: str, overrides: str) -> str:
     name = f"{preset},{overrides}" if overrides else preset
-    row = own.get(name) or (own.get("uncompensated") if name == "echo4,eta=0.0" else None)
+    row = own.get(parse_setting(name).key)
     if row is None:
         return ""
     delta = "" if row["delta_percent"] is None else f" ({row['delta_percent']:+.2f} %)"
