@@ -1,5 +1,5 @@
-"""Numbers about the installed all-reduces in every n-th training step: how large their errors are, and whether the
-compensator keeps their sum in bounds.
+"""Numbers about the quantized sums in every n-th training step, all-reduces or reduce-scatters: how large their errors
+are, and whether the compensator keeps their sum in bounds.
 
     inspector = Inspector(installation, every=100)
     inspector.begin_step(step)             # before the step's first forward
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from echo_megatron.communicator import Communicator
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Direction, Rescale
+from echo_megatron.config import Collective, Direction, Rescale
 from echo_megatron.diagnostics_errors import PassErrors, grid_use, ratio
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.reference import finite_amax, make_quantizer
@@ -154,7 +154,7 @@ def gather(metrics: dict[str, float], group: dist.ProcessGroup, device: torch.de
 
 
 class _Measurement:
-    """One measured step: stands in for the transport's all-reduce from its creation to `stop`."""
+    """One measured step: stands in for the transport's sums from its creation to `stop`."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -171,9 +171,10 @@ class _Measurement:
         # Attributes of the objects hide their classes' methods: a step that is not measured runs what it always runs.
         self._replaced: list[tuple[Any, str, Any]] = []
         self._all_reduce = self._replace(self._transport, "all_reduce", self._observe)
+        self._reduce_scatter = self._replace(self._transport, "reduce_scatter", self._observe_scatter)
         for group in communicator.site_groups:
-            call_for = group._call_for
-            self._replace(group, "_call_for", partial(self._choose, group, call_for))
+            self._replace(group, "_call_for", partial(self._choose, group, group._call_for))
+            self._replace(group, "_scatters", partial(self._choose_scatter, group, group._scatters))
 
     def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> Any:
         self._replaced.append((owner, name, vars(owner).get(name)))
@@ -197,52 +198,104 @@ class _Measurement:
     ) -> Callable[..., Tensor] | None:
         """`EchoProcessGroup._call_for`, counting the site's calls that are summed exactly."""
         call = call_for(x, op)
-        is_exact = call != self._communicator.all_reduce and group.is_own(x, op)
-        site, size = group.site, self._group.size()
-        if is_exact and not (site.direction is Direction.forward and inside_backward()):  # not: recomputed
+        if call != self._communicator.all_reduce and group.is_own(x, op):
             # p2p's exact sum sends the contribution to everybody; the real group's counts as a ring.
-            sent = (size - 1) * x.nbytes if call is not None else 2 * (size - 1) * x.nbytes // size
-            self._device = x.device
-            self._num_exact[site] = self._num_exact.get(site, 0) + 1
-            self._num_bytes.setdefault(site, []).append(sent)
+            size = self._group.size()
+            self._count_exact(group.site, x, (size - 1) * x.nbytes if call is not None else 2 * self._ring_bytes(x))
         return call
+
+    def _choose_scatter(
+        self, group: EchoProcessGroup, scatters: Callable[..., bool], out: Tensor, x: Tensor, op: Any
+    ) -> bool:
+        """`EchoProcessGroup._scatters`, counting likewise."""
+        is_quantized = scatters(out, x, op)
+        if not is_quantized and group.is_own(x, op, out):
+            self._count_exact(group.site, x, self._ring_bytes(x))
+        return is_quantized
+
+    def _ring_bytes(self, x: Tensor) -> int:
+        return (self._group.size() - 1) * x.nbytes // self._group.size()
+
+    def _count_exact(self, site: Site, x: Tensor, num_bytes: int) -> None:
+        if site.direction is Direction.forward and inside_backward():
+            return  # recomputed
+        self._device = x.device
+        self._num_exact[site] = self._num_exact.get(site, 0) + 1
+        self._num_bytes.setdefault(site, []).append(num_bytes)
 
     def _observe(
         self, x: Tensor, site: Site, compensator: Compensator | None, out: Tensor | None = None, keep: bool = False
     ) -> Reduced:
         """`Transport.all_reduce`. The ranks communicate after it: if they make different calls, it says so."""
+        begins, contribution, correction = self._before(x, site, compensator, Collective.all_reduce)
+        reduced = self._all_reduce(x, site, compensator, out, keep)
+        returned = reduced.output.reshape(1, -1).to(torch.float32)
+        self._after(x, site, Collective.all_reduce, begins, contribution, correction, returned)
+        return reduced
+
+    def _observe_scatter(
+        self, x: Tensor, site: Site, compensator: Compensator | None, out: Tensor | None = None
+    ) -> Tensor:
+        """`Transport.reduce_scatter`; the shares of all ranks are the sum."""
+        begins, contribution, correction = self._before(x, site, compensator, Collective.reduce_scatter)
+        output = self._reduce_scatter(x, site, compensator, out)
+        returned = torch.empty_like(contribution)
+        work = self._group._allgather_base(returned, output.reshape(1, -1).to(torch.float32))
+        if work is not None:
+            work.wait()
+        self._after(x, site, Collective.reduce_scatter, begins, contribution, correction, returned)
+        return output
+
+    def _before(
+        self, x: Tensor, site: Site, compensator: Compensator | None, collective: Collective
+    ) -> tuple[bool, Tensor, Tensor | None]:
+        """Whether the call begins a pass; x and the correction, fp32, a row for each stream that is quantized."""
         if x.is_cuda:
             self._follow(x.device)
         begins = self._clocks[site.direction].tick(site) or (compensator is not None and compensator.is_fresh)
-        correction = None if compensator is None else self._transport.correction(x, site, compensator)
-        contribution = x.reshape(-1).to(torch.float32, copy=True)  # x may be where the sum goes
-        reduced = self._all_reduce(x, site, compensator, out, keep)
+        correction = None
+        if compensator is not None:
+            correction = self._transport.correction(x, site, compensator, collective)
+        num_rows = self._group.size() if collective is Collective.reduce_scatter else 1
+        contribution = x.reshape(num_rows, -1).to(torch.float32, copy=True)  # x may be where the sum goes
+        return begins, contribution, None if correction is None else correction.view(num_rows, -1)
+
+    def _after(
+        self,
+        x: Tensor,
+        site: Site,
+        collective: Collective,
+        begins: bool,
+        contribution: Tensor,
+        correction: Tensor | None,
+        returned: Tensor,
+    ) -> None:
         errors = self._errors[site.direction]
         if begins:
             errors.begin()
-        self._measured.setdefault(site, []).append(self._measure(site, errors, contribution, correction, reduced))
-        self._num_bytes.setdefault(site, []).append(self._transport.num_sent_bytes(x, site))
-        return reduced
+        self._measured.setdefault(site, []).append(self._measure(site, errors, contribution, correction, returned))
+        self._num_bytes.setdefault(site, []).append(self._transport.num_sent_bytes(x, site, collective))
 
     def _measure(
-        self, site: Site, errors: PassErrors, contribution: Tensor, correction: Tensor | None, reduced: Reduced
+        self, site: Site, errors: PassErrors, contribution: Tensor, correction: Tensor | None, returned: Tensor
     ) -> Tensor:
         """fp64, `_MEANS` and `_LARGEST` of the call, as this rank sees them; nothing waits for the device."""
-        num_values, amax = contribution.numel(), finite_amax(contribution)
+        num_values, amax = contribution.shape[-1], finite_amax(contribution)
         quantizer = make_quantizer(self._config, site.bits)
         exponent = None
         if self._config.rescale is Rescale.group:
             exponent = quantizer.call_exponent(self._sum(amax.clone(), dist.ReduceOp.MAX))
-        values = quantizer.to_basis(contribution)
-        saturated, underflowed = grid_use(quantizer, values if correction is None else values + correction, exponent)
+        values = quantizer.rows_to_basis(contribution)
+        values = values if correction is None else values + correction
+        saturated, underflowed = torch.stack([grid_use(quantizer, row, exponent) for row in values]).mean(0)
         del values
         if correction is None:
             exact, added = self._sum(contribution), None
         else:
-            sums = self._sum(torch.cat((contribution, correction)))
-            exact, added = sums[:num_values], quantizer.from_basis(sums[num_values:], num_values)
-        returned = reduced.output.reshape(-1).to(torch.float32)
-        relative, injected, accumulated, bound = errors.add(exact, added, returned)
+            sums = self._sum(torch.cat((contribution, correction), dim=-1))
+            exact = sums[:, :num_values]
+            added = quantizer.from_basis(sums[:, num_values:], num_values).flatten()
+        relative, injected, accumulated, bound = errors.add(exact.flatten(), added, returned.flatten())
         for held in (errors.accumulated, errors.largest):
             if held is not None and self._stream is not None:
                 held.record_stream(self._stream)

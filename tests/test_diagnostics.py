@@ -20,7 +20,7 @@ from echo_megatron.diagnostics import QUANTITIES, Inspector
 from echo_megatron.diagnostics_errors import PassErrors, grid_use, norm
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.quantizer import Quantizer
-from echo_megatron.reference import SimulatedGroup, make_quantizer, num_sent_bytes
+from echo_megatron.reference import SimulatedGroup, make_quantizer, num_sent_bytes, num_sent_share_bytes
 from echo_megatron.sites import Site
 from echo_megatron.transports.tiled_state import read_correction
 
@@ -276,6 +276,70 @@ def test_numbers_are_those_of_the_simulated_group_and_outputs_the_same_bits(worl
             assert measured[tag] == pytest.approx(value, rel=1e-4, abs=1e-7), tag
         half = len(outputs) // 2
         assert all(torch.equal(a, b) for a, b in zip(outputs[:half], outputs[half:], strict=True))
+
+
+def scattered(rank, world_size, config):
+    """A measured step of reduce-scatters, the second microbatch of another size; then one that is not measured."""
+    communicator = Communicator(dist.group.WORLD, config)
+    inspector = Inspector(SimpleNamespace(communicator=communicator, uses_cuda_graphs=False), 3)
+    groups = [
+        EchoProcessGroup(communicator, site, HIDDEN, lambda: True) for site in sites_of(config, Direction.backward)
+    ]
+    outputs, metrics = [], []
+    for step in (3, 4):
+        communicator.reset()
+        inspector.begin_step(step)
+        for microbatch, rows in enumerate((3, 3, 2)):
+            for group in groups:
+                x = scattered_contribution(rank, group.site, microbatch, rows * world_size)
+                out = torch.empty(rows, HIDDEN)
+                dist.reduce_scatter_tensor(out, x, group=group)
+                outputs.append(out)
+        small = torch.empty(1, HIDDEN)  # under min_bytes
+        dist.reduce_scatter_tensor(small, torch.ones(world_size, HIDDEN), group=groups[0])
+        metrics.append(inspector.end_step())
+        assert "reduce_scatter" not in vars(communicator.transport) and "_scatters" not in vars(groups[0])
+    return metrics, outputs
+
+
+def scattered_contribution(rank, site, microbatch, rows):
+    generator = torch.Generator().manual_seed(1000 * rank + 100 * microbatch + site.idx)
+    return torch.randn(rows, HIDDEN, generator=generator)
+
+
+@pytest.mark.parametrize("rescale", ["tile", "group"])
+def test_reduce_scatters_are_measured_as_the_simulated_group_s(rescale):
+    world_size, config = 2, EchoConfig(min_bytes=3 * HIDDEN * 4, rescale=rescale, state_dtype="fp32")
+    group, errors = SimulatedGroup(world_size, config), PassErrors(config)
+    compensator, quantizer = group.compensators[Direction.backward], make_quantizer(config, 4)
+    sites, calls = sites_of(config, Direction.backward), {}
+    for microbatch, rows in enumerate((3, 3, 2)):
+        errors.begin()
+        for site in sites:
+            xs = [scattered_contribution(rank, site, microbatch, rows * world_size) for rank in range(world_size)]
+            shape = torch.Size((world_size, world_size, rows * HIDDEN))
+            correction = compensator.correction(shape, xs[0].device) if site.idx else None
+            y = torch.cat(group.reduce_scatter(xs, site)).flatten()
+            added = None if correction is None else quantizer.from_basis(correction.sum(0), rows * HIDDEN).flatten()
+            numbers = errors.add(torch.stack(xs).sum(0).flatten(), added, y).tolist()
+            calls.setdefault(site.name, []).append(numbers)
+    ranks = run_ranks(scattered, world_size, config)
+    for (measured, unmeasured), outputs in ranks:
+        assert unmeasured == {} and measured == ranks[0][0][0]
+        half = len(outputs) // 2
+        assert all(torch.equal(a, b) for a, b in zip(outputs[:half], outputs[half:], strict=True))
+        for site in sites:
+            relative, injected, accumulated, bound = zip(*calls[site.name], strict=True)
+            tag = f"echo/backward/{site.name}"
+            assert measured[f"{tag}/relative_error"] == pytest.approx(mean(relative), rel=1e-4)
+            assert measured[f"{tag}/injected_error"] == pytest.approx(mean(injected), rel=1e-4)
+            assert measured[f"{tag}/accumulated_error"] == pytest.approx(max(accumulated), rel=1e-4)
+            assert measured[f"{tag}/accumulated_bound"] == pytest.approx(max(bound), rel=1e-4)
+            assert measured[f"{tag}/bound_used"] <= 1
+            assert measured[f"{tag}/exact_calls"] == (site.idx == 0)
+            sent = [num_sent_share_bytes(config, 4, world_size, rows * HIDDEN) for rows in (3, 3, 2)]
+            sent += [HIDDEN * 4] if site.idx == 0 else []
+            assert measured[f"{tag}/bytes"] == pytest.approx(mean(sent))
 
 
 def exact_and_foreign_calls(rank, world_size):

@@ -29,17 +29,22 @@ def build_trainer(
     pp: int = 1,
     vpp: int | None = None,
     num_layers: int = 4,
+    cp: int = 1,
     model_options=None,
     adapt=None,
+    adapt_spec=None,
+    num_experts=None,
     shards_optimizer=False,
     **options,
 ) -> Trainer:
     """Initializes model parallelism over all ranks and builds everything with one seed.
 
     Args:
-        tp, pp, vpp, num_layers: sizes.
+        tp, pp, vpp, num_layers, cp: sizes.
         model_options: of the config, gives further arguments of GPTModel.
         adapt: changes each GPTModel before it is wrapped.
+        adapt_spec: changes the layer's spec.
+        num_experts: of every layer; None: dense.
         shards_optimizer: Megatron's distributed optimizer.
         options: of TransformerConfig.
     """
@@ -60,6 +65,7 @@ def build_trainer(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
     )
     seed_all(1234)
     config = TransformerConfig(
@@ -80,6 +86,8 @@ def build_trainer(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+        num_moe_experts=num_experts,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         params_dtype=torch.float32,
@@ -87,12 +95,15 @@ def build_trainer(
         finalize_model_grads_func=finalize_model_grads,
         **options,
     )
+    layer_spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=True, normalization="RMSNorm")
+    if adapt_spec:
+        adapt_spec(layer_spec)
     chunks = []
     for stage in range(vpp or 1):
         ends = {"vp_stage": stage if vpp else None}
         model = GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+            transformer_layer_spec=layer_spec,
             vocab_size=VOCAB,
             max_sequence_length=4 * SEQUENCE,
             position_embedding_type="rope",
