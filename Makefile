@@ -30,8 +30,8 @@ $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/test.txt
 	@touch $(RUN_STAMP) $@
 
-quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo communication, compare; ABLATION=1, OUT=folder, ARGS="--steps 100"
-	@$(BIN)/python -m echo_megatron.quickstart --out $(or $(OUT),runs/quickstart) $(if $(filter-out 0,$(ABLATION)),--ablation) $(ARGS)
+quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo communication, compare; ABLATION=1, SP=1, OUT=folder, ARGS="--steps 100"
+	@$(BIN)/python -m echo_megatron.quickstart --out $(or $(OUT),runs/quickstart) $(if $(filter-out 0,$(ABLATION)),--ablation) $(if $(filter-out 0,$(SP)),--sequence-parallel) $(ARGS)
 
 kernels: $(RUN_STAMP) ## build the CUDA kernels, which otherwise happens on first use; needs nvcc, no GPU. ARCH="80 90", OUT=file, ARGS=--verbose
 	@$(BIN)/python -m echo_megatron.kernel_build $(if $(ARCH),--arch $(ARCH)) $(if $(OUT),--out $(OUT)) $(ARGS)

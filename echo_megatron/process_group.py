@@ -123,23 +123,27 @@ class EchoProcessGroup(dist.ProcessGroup):
             logger.exception("echo: %s failed on rank %d", site, self.rank())
             raise
 
+    # The real group's calls go through torch.distributed, where a run's traffic may be counted.
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = dist.AllreduceOptions() if opts is None else opts
         reduce = self._call_for(tensors[0], opts.reduceOp) if len(tensors) == 1 else None
         if reduce is None:
+            if len(tensors) == 1:
+                return dist.all_reduce(tensors[0], opts.reduceOp, group=self.real_group, async_op=opts.asyncOp)
             return self.real_group.allreduce(tensors, opts)
         return self._run(reduce, tensors[0], self.site, tensors[0], opts.asyncOp)
 
     def _reduce_scatter_base(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not self._scatters(out, x, opts.reduceOp):
-            return self.real_group._reduce_scatter_base(out, x, opts)
+            return dist.reduce_scatter_tensor(out, x, opts.reduceOp, group=self.real_group, async_op=opts.asyncOp)
         return self._run(self.communicator.reduce_scatter, x, self.site, out, opts.asyncOp)
 
     def _allgather_base(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         opts = AllgatherOptions() if opts is None else opts
         if not self._gathers(out, x):
-            return self.real_group._allgather_base(out, x, opts)
+            return dist.all_gather_into_tensor(out, x, group=self.real_group, async_op=opts.asyncOp)
         assert self.gather_site is not None
         return self._run(self.communicator.all_gather, x, self.gather_site, out, opts.asyncOp)
 

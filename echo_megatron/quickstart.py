@@ -25,6 +25,9 @@ ABLATION = {
     "echo4_uncompensated": ["tp_comm=echo4", "tp_comm.eta=0.0", QUANTIZE],
     "echo4_paper": ["tp_comm=echo4_paper", QUANTIZE],
 }
+SEQUENCE_PARALLEL = {
+    f"{name}_sequence_parallel": [*overrides, "trainer.sequence_parallel=true"] for name, overrides in ARMS.items()
+}
 EXIT_STOPPED = 130  # as a shell reports a program that Ctrl-C ended
 
 
@@ -64,6 +67,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="one run a seed (%(default)s)")
     parser.add_argument(
         "--ablation", action="store_true", help="two more runs: without compensation, and the paper's form of Echo"
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="two more runs: both communications with sequence parallelism"
     )
     parser.add_argument("--fresh", action="store_true", help="delete the runs of an earlier quickstart in --out first")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every run, e.g. trainer.device=cpu")
@@ -108,7 +114,7 @@ def prepare(folder: Path) -> None:
 
 def plan(options: argparse.Namespace) -> dict[str, list[str]]:
     """Folder name and overrides of every run, seed by seed."""
-    arms = ARMS | (ABLATION if options.ablation else {})
+    arms = ARMS | (ABLATION if options.ablation else {}) | (SEQUENCE_PARALLEL if options.sequence_parallel else {})
     return {
         name if len(options.seeds) == 1 else f"{name}_seed{seed}": [*overrides, f"seed={seed}"]
         for seed in options.seeds

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from echo_megatron.diagnostics_report import load_inspection
 from echo_megatron.pretrain.preflight import preflight
 from echo_megatron.pretrain.schema import PretrainConfig
 from echo_megatron.run_folder import RunFolder
@@ -161,6 +162,7 @@ def test_parallel_sizes_give_the_same_losses(data: dict[str, Any], tmp_path: Pat
     # Megatron seeds pipeline stages apart, so these start from other weights.
     assert run("pp2", "trainer.tensor_parallel=1", "trainer.pipeline_parallel=2") == pytest.approx(one, rel=0.02)
     assert run("recompute", "model.recompute=full") == pytest.approx(one, rel=1e-5)
+    assert run("sp", "trainer.sequence_parallel=true") == pytest.approx(one, rel=1e-5)
 
 
 def test_echo4_with_pipeline_and_recompute(data: dict[str, Any], tmp_path: Path) -> None:
@@ -170,6 +172,30 @@ def test_echo4_with_pipeline_and_recompute(data: dict[str, Any], tmp_path: Path)
     finish(plain)
     finish(recomputed)
     assert losses(plain) == losses(recomputed)
+
+
+def test_sequence_parallel_resumes_bit_for_bit_and_is_measured(data: dict[str, Any], tmp_path: Path) -> None:
+    common = (*ECHO4, "trainer.sequence_parallel=true", "trainer.save_interval=2", "trainer.max_steps=4")
+    whole = make_config(tmp_path, data, "whole", *common)
+    folder = finish(whole)
+    quantized = folder.run()["tp_bytes_per_step"]
+    stopped = make_config(tmp_path, data, "stopped", *common, "trainer.inspect_every=2", "model.recompute=full")
+    with running(stopped) as processes:
+        wait_for_step(stopped, 2)
+        (stopped.run_dir / "STOP").touch()
+        assert wait(processes) == [0, 0], log_path(stopped).read_text()
+    assert RunFolder(stopped.run_dir).train()[-1]["step"] < 4
+    measured = finish(stopped)
+    assert losses(stopped) == losses(whole), "recompute, measuring and stopping change nothing"
+    assert same(checkpoint_tensors(stopped, 4), checkpoint_tensors(whole, 4))
+    tags = load_inspection(measured.path).steps[2]
+    assert {(site.direction, site.site.rpartition(".")[2]) for site in tags} == {
+        ("forward", "linear_proj"), ("forward", "linear_fc2"), ("backward", "linear_fc1"), ("backward", "linear_qkv"),
+    }  # fmt: skip
+    assert all(0 < site.values["bound_used"] <= 1 for site in tags)
+    exact = finish(make_config(tmp_path, data, "exact", "trainer.sequence_parallel=true", "trainer.max_steps=4"))
+    # FP32: reduce-scatters at 4.25 of 32 bits, all-gathers at 8.25; embedding, LM head and norms as they are.
+    assert quantized < 0.45 * exact.run()["tp_bytes_per_step"]
 
 
 def test_nonfinite_loss_skips_updates_and_then_fails(data: dict[str, Any], tmp_path: Path) -> None:
@@ -213,6 +239,13 @@ def test_preflight_refusals(data: dict[str, Any], tmp_path: Path) -> None:
         preflight(make_config(tmp_path, {**data, "train": [str(tmp_path / "none")], "prepare": "make-it"}, "a"))
     with pytest.raises(ValueError, match="at least 4 GPUs"):
         preflight(make_config(tmp_path, data, "a", "trainer.device=cuda", "trainer.data_parallel=2"))
+    sequence_parallel = "trainer.sequence_parallel=true"
+    with pytest.raises(ValueError, match=r"sequence_parallel: expected false with trainer\.tensor_parallel=1"):
+        preflight(make_config(tmp_path, data, "a", sequence_parallel, "trainer.tensor_parallel=1"))
+    with pytest.raises(ValueError, match=r"sequence_length: expected a multiple of trainer\.tensor_parallel=2.*got 15"):
+        preflight(make_config(tmp_path, data, "a", sequence_parallel, "model.sequence_length=15"))
+    with pytest.raises(ValueError, match="residual: expected local with sequence parallelism"):
+        preflight(make_config(tmp_path, data, "a", sequence_parallel, *ECHO4, "tp_comm.residual=consensus"))
     with pytest.raises(ValueError, match="bf16: expected a CUDA device"):
         preflight(make_config(tmp_path, data, "a", "trainer.precision=bf16"))
 

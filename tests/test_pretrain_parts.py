@@ -11,8 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from echo_megatron.communicator import Communicator
+from echo_megatron.config import Collective, Direction, EchoConfig
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
 from echo_megatron.pretrain.settings import check_same
+from echo_megatron.pretrain.traffic import TrafficMeter, layers, mappings
+from echo_megatron.process_group import EchoProcessGroup
+from echo_megatron.sites import Site
 from tests.distributed import run_ranks
 
 
@@ -59,8 +64,6 @@ def test_attention_refuses_by_name() -> None:
 
 
 def _traffic(rank: int, world_size: int) -> list[int]:
-    from echo_megatron.pretrain.traffic import TrafficMeter
-
     group = dist.new_group(list(range(world_size)))
     pair = dist.new_group([0, 1])  # fewer ranks: not the tensor-parallel group
     original = dist.all_reduce
@@ -81,7 +84,21 @@ def _traffic(rank: int, world_size: int) -> list[int]:
         received, sent = [[1, 2, 3][rank]] * 3, [1, 2, 3]
         dist.all_to_all_single(torch.zeros(sum(received), 2), torch.zeros(6, 2), received, sent, group=group)
         counts.append(meter.take())
+        # Where Megatron-core keeps sequence parallelism's calls; of a linear's group, what the real one does.
+        mappings.dist_reduce_scatter_func(torch.zeros(10), torch.zeros(30), group=group)
+        layers.dist_all_gather_func(torch.zeros(30), torch.zeros(10), group=group)
+        counts.append(meter.take())
+        communicator = Communicator(group, EchoConfig(min_bytes=0))
+        site = Site(0, Direction.forward)
+        linear = EchoProcessGroup(communicator, site, 10, lambda: True)
+        layers.dist_reduce_scatter_func(torch.zeros(1, 10), torch.zeros(3, 10), group=linear)  # records of 4 bits
+        records = communicator.transport.num_sent_bytes(torch.zeros(3, 10), site, Collective.reduce_scatter)
+        counts.append(meter.take() - records)
+        layers.dist_all_gather_func(torch.zeros(3, 10), torch.zeros(1, 10), group=linear)
+        dist.all_reduce(torch.zeros(30), group=linear)
+        counts.append(meter.take())
     assert dist.all_reduce is original
+    assert layers.dist_all_gather_func is dist.all_gather_into_tensor
     dist.all_reduce(torch.zeros(30), group=group)
     counts.append(meter.take())
     return counts
@@ -90,7 +107,8 @@ def _traffic(rank: int, world_size: int) -> list[int]:
 def test_traffic_meter_counts_what_this_rank_sends() -> None:
     # Of 120 B: a ring sends 2 * 2/3; nothing on the pair; 40 B to each of two; 2/3 of 120 B; rows of 8 B but one's own.
     for rank, counts in enumerate(run_ranks(_traffic, 3)):
-        assert counts == [160, 160, 0, 80, 80, (6 - [1, 2, 3][rank]) * 8, 0]
+        # Agreeing on the quantized call takes 7 numbers of 8 B to each of two.
+        assert counts == [160, 160, 0, 80, 80, (6 - [1, 2, 3][rank]) * 8, 80 + 80, 112, 80 + 160, 0]
 
 
 def test_settings_name_every_difference_and_accept_what_is_listed() -> None:
@@ -102,6 +120,10 @@ def test_settings_name_every_difference_and_accept_what_is_listed() -> None:
     assert r"optim.lr: the run has 1.0, got 2.0" in str(caught.value)
     assert r"tp_comm.bits: the run has 4, got 16" in str(caught.value)
     assert "seed" not in str(caught.value)
+    newer = {**saved, "trainer.sequence_parallel": False, "tp_comm.gather_bits": 8}
+    check_same(saved, newer, [], "runs/a")  # a run from before these settings had what are their defaults
+    with pytest.raises(ValueError, match=r"sequence_parallel: the run has False, got True"):
+        check_same(saved, newer | {"trainer.sequence_parallel": True}, [], "runs/a")
 
 
 def test_checkpoint_folder_keeps_the_newest_and_never_names_a_partial_one(tmp_path: Path) -> None:

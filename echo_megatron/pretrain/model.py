@@ -17,9 +17,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from echo_megatron.pretrain.attention import SdpaCoreAttention
+from echo_megatron.pretrain.norm import TorchNorm
 from echo_megatron.pretrain.schema import Layers, ModelConfig, PretrainConfig, Recompute
 
 
@@ -62,7 +64,7 @@ def transformer_config(config: PretrainConfig, dtype: torch.dtype, layers: Layer
         use_cpu_initialization=True,
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
-        sequence_parallel=False,
+        sequence_parallel=trainer.sequence_parallel,
         deterministic_mode=trainer.deterministic,
         **dense_options(dtype, layers),
         **(recompute if model.recompute is Recompute.full else {}),
@@ -100,19 +102,32 @@ def dense_options(dtype: torch.dtype, layers: Layers) -> dict[str, Any]:
 
 
 def layer_spec(layers: Layers, qk_layernorm: bool = True) -> ModuleSpec:
-    """Transformer Engine's layer, or Megatron's local one with `SdpaCoreAttention`."""
+    """Transformer Engine's layer, or Megatron's local one with `SdpaCoreAttention` and `TorchNorm`."""
     if layers is Layers.transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
     spec = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = SdpaCoreAttention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
+    if qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
     return spec
+
+
+def block_spec(config: TransformerConfig, layers: Layers, qk_layernorm: bool = True) -> Any:
+    """What GPTModel takes: the layer, and for local layers the norm behind the last one, too."""
+    spec = layer_spec(layers, qk_layernorm)
+    if layers is Layers.transformer_engine:
+        return spec
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=TorchNorm)
 
 
 def build_gpt(config: PretrainConfig, dtype: torch.dtype, layers: Layers = Layers.local) -> GPTModel:
     """This rank's part of the model, on the CPU, freshly initialized. Model parallelism has to be initialized."""
+    megatron_config = transformer_config(config, dtype, layers)
     return GPTModel(
-        config=transformer_config(config, dtype, layers),
-        transformer_layer_spec=layer_spec(layers),
+        config=megatron_config,
+        transformer_layer_spec=block_spec(megatron_config, layers),
         vocab_size=config.data.padded_vocab_size,
         max_sequence_length=config.model.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from echo_megatron.config import PRESETS, EchoConfig
+from echo_megatron.reference import check_scattered_residual
 
 
 class Device(Enum):
@@ -170,6 +171,7 @@ class TrainerConfig:
         micro_batch_size: sequences of one forward pass on one data-parallel rank.
         global_batch_size: sequences of one optimizer step; the rest is gradient accumulation.
         tensor_parallel, pipeline_parallel, data_parallel: ranks of each kind; their product is the number of processes.
+        sequence_parallel: norms and residuals work on a share of the sequence on each tensor-parallel rank.
         deterministic: deterministic kernels: a resumed run equals the uninterrupted one bit for bit on GPUs too.
         val_interval: steps between validation losses; 0: none. There is always one after the last step.
         val_batches: global batches of one validation loss, the same ones each time.
@@ -189,6 +191,7 @@ class TrainerConfig:
     tensor_parallel: int = 4
     pipeline_parallel: int = 1
     data_parallel: int = 1
+    sequence_parallel: bool = False
     device: Device = Device.auto
     precision: Precision = Precision.auto
     deterministic: bool = True
@@ -313,6 +316,8 @@ def validate(config: PretrainConfig) -> None:
             raise ValueError(
                 f"{name}: expected a multiple of trainer.tensor_parallel={tp}, got {value}; change one of the two"
             )
+    if trainer.sequence_parallel:
+        _check_sequence_parallel(config)
     if model.num_layers % pp:
         raise ValueError(
             f"model.num_layers: expected a multiple of trainer.pipeline_parallel={pp}, got {model.num_layers}; "
@@ -329,6 +334,23 @@ def validate(config: PretrainConfig) -> None:
             f"optim.warmup_steps: expected fewer than trainer.max_steps={trainer.max_steps}, "
             f"got {config.optim.warmup_steps}; shorten the warm-up or train longer"
         )
+
+
+def _check_sequence_parallel(config: PretrainConfig) -> None:
+    tp, length = config.trainer.tensor_parallel, config.model.sequence_length
+    if tp == 1:
+        raise ValueError(
+            "trainer.sequence_parallel: expected false with trainer.tensor_parallel=1, got true: the ranks that would "
+            "share a sequence are the tensor-parallel ones"
+        )
+    if length % tp:
+        raise ValueError(
+            f"model.sequence_length: expected a multiple of trainer.tensor_parallel={tp} with "
+            f"trainer.sequence_parallel=true, got {length}; change one of the three"
+        )
+    if config.tp_comm.quantizes:
+        for direction in config.tp_comm.directions:
+            check_scattered_residual(config.tp_comm, direction)
 
 
 def tp_comm_name(config: EchoConfig) -> str:

@@ -45,9 +45,13 @@ def run_settings(config: PretrainConfig, extra: dict[str, Any]) -> dict[str, Any
 def check_same(saved: dict[str, Any], current: dict[str, Any], accept: list[str], where: str) -> None:
     """Raise where a setting differs from the run's that is to be resumed.
 
+    A setting that the run does not have is newer than the run, which had what is now its default.
+
     Raises:
         ValueError: names every setting, with the run's value and the one given.
     """
+    defaults = run_settings(PretrainConfig(), {})
+    saved = {name: defaults[name] for name in current if name in defaults} | saved
     different = [
         f"  {name}: the run has {saved.get(name)!r}, got {current.get(name)!r}"
         for name in sorted(saved.keys() | current.keys())

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers, mappings
 
 
 class TrafficMeter:
-    """Wraps torch.distributed's collectives, by module attribute, and adds up what this rank sends.
+    """Wraps torch.distributed's collectives, where they are called by name, and adds up what this rank sends.
 
     Counted on every group whose ranks are those of the tensor-parallel group, in bytes of payload:
 
@@ -31,7 +32,7 @@ class TrafficMeter:
         self._size = len(self._ranks)
         self._rank = dist.get_rank(group)
         self._same_ranks: dict[int, tuple[Any, bool]] = {}
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[tuple[Any, str], Callable[..., Any]] = {}
         # Autograd's thread adds the backward pass's calls.
         self._lock = threading.Lock()
         self._num_bytes = 0
@@ -44,31 +45,35 @@ class TrafficMeter:
 
     def __enter__(self) -> TrafficMeter:
         if self._size > 1:
+            gather, scatter = self._all_gather, self._reduce_scatter
             for name, count in (
                 ("all_reduce", self._all_reduce),
-                ("all_gather_into_tensor", self._all_gather),
-                ("_all_gather_base", self._all_gather),
-                ("reduce_scatter_tensor", self._reduce_scatter),
+                ("all_gather_into_tensor", gather),
+                ("_all_gather_base", gather),
+                ("reduce_scatter_tensor", scatter),
                 ("all_to_all_single", self._all_to_all),
             ):
-                self._wrap(name, count)
+                self._wrap(dist, name, count)
+            for module in (layers, mappings):  # where Megatron keeps sequence parallelism's calls
+                self._wrap(module, "dist_all_gather_func", gather)
+                self._wrap(module, "dist_reduce_scatter_func", scatter)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
+        for (module, name), original in self._originals.items():
+            setattr(module, name, original)
         self._originals.clear()
 
-    def _wrap(self, name: str, count: Callable[..., int]) -> None:
-        original = getattr(dist, name)
-        self._originals[name] = original
+    def _wrap(self, module: Any, name: str, count: Callable[..., int]) -> None:
+        original = getattr(module, name)
+        self._originals[module, name] = original
 
         @wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._add(count, args, kwargs)
             return original(*args, **kwargs)
 
-        setattr(dist, name, counted)
+        setattr(module, name, counted)
 
     def _add(self, count: Callable[..., int], args: tuple, kwargs: dict[str, Any]) -> None:
         num_bytes = count(*args, **kwargs)
