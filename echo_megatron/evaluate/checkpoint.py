@@ -79,8 +79,10 @@ def _read_config(path: Path) -> PretrainConfig:
         raise ValueError(f"{path}: is not a run's configuration ({error})") from error
 
 
-def load_run(checkpoint: RunCheckpoint, tp: int, dtype: torch.dtype, layers: Layers) -> Any:
-    """This rank's part of the model, a GPTModel on the CPU in evaluation mode.
+def load_run(
+    checkpoint: RunCheckpoint, tp: int, dtype: torch.dtype, layers: Layers, device: torch.device | None = None
+) -> Any:
+    """This rank's part of the model, a GPTModel in evaluation mode.
 
     Megatron's distributed format is resharded: the run may have had other tensor- and pipeline-parallel sizes and other
     layers. Model parallelism has to be initialized with `tp` ranks and no pipeline stages.
@@ -90,6 +92,7 @@ def load_run(checkpoint: RunCheckpoint, tp: int, dtype: torch.dtype, layers: Lay
         tp: tensor-parallel size.
         dtype: torch.bfloat16 or torch.float32, of parameters and activations.
         layers: local or Transformer Engine's.
+        device: where the model goes; None: it stays on the CPU.
 
     Raises:
         ValueError: a size that `tp` does not divide, or a checkpoint that lacks parameters.
@@ -99,7 +102,7 @@ def load_run(checkpoint: RunCheckpoint, tp: int, dtype: torch.dtype, layers: Lay
     from echo_megatron.pretrain.model import build_gpt
 
     config = evaluation_config(checkpoint.config, tp)
-    model = build_gpt(config, dtype, layers).to(dtype)
+    model = build_gpt(config, dtype, layers).to(device or "cpu", dtype)
     sharded = {name: part for name, part in model.sharded_state_dict().items() if EXTRA_STATE not in name}
     try:
         loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint.path))["model"]
@@ -115,13 +118,14 @@ def load_run(checkpoint: RunCheckpoint, tp: int, dtype: torch.dtype, layers: Lay
 
 
 def evaluation_config(config: PretrainConfig, tp: int) -> PretrainConfig:
-    """The run's configuration at tensor-parallel size `tp` alone, without recompute.
+    """The run's configuration at tensor-parallel size `tp` alone, without recompute and sequence parallelism.
 
     Raises:
         ValueError: a size that `tp` does not divide.
     """
     copy = from_composed(OmegaConf.structured(config))
     copy.trainer.tensor_parallel, copy.trainer.pipeline_parallel, copy.trainer.data_parallel = tp, 1, 1
+    copy.trainer.sequence_parallel = False  # decides where norms are computed, and no number of the model
     copy.model.recompute = Recompute.none
     for name, value in (
         ("model.num_attention_heads", copy.model.num_attention_heads),

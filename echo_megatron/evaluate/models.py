@@ -69,7 +69,7 @@ def load_subject(
     if source.run is not None:
         run = source.run
         facts = {"model": f"{run.run}, step {run.step:,}", "engine": f"megatron-core, {layers.name} layers"}
-        model = load_run(run, world_size, dtype, layers).to(device)
+        model = load_run(run, world_size, dtype, layers, device)
         return MegatronSubject(model, run.config.data.vocab_size, _with_sites(facts, model), is_simulated)
     if not is_simulated:
         from echo_megatron.evaluate.hf import load_hf

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from echo_megatron.config import Direction, EchoConfig
-from echo_megatron.integrations.linears import tensor_parallel_group
 from echo_megatron.integrations.megatron_sites import find_sites
 from echo_megatron.reference import SimulatedGroup
 from echo_megatron.simulation import sum_partial_outputs
@@ -39,7 +38,7 @@ class SimulatedMegatron:
         ValueError: the model has no sites, is split over ranks already, or P does not divide it.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, config: EchoConfig) -> None:
+    def __init__(self, model: Any, world_size: int, config: EchoConfig) -> None:
         self.world_size = world_size
         self._group = SimulatedGroup(world_size, config) if config.quantizes else None
         found = find_sites([model], config.replace(directions=[Direction.forward]))
@@ -48,7 +47,7 @@ class SimulatedMegatron:
             raise ValueError(
                 f"{type(model).__name__}: expected transformer layers with row-parallel linears, found none"
             )
-        if (size := tensor_parallel_group(sites[0][0]).size()) != 1:
+        if (size := model.config.tensor_model_parallel_size) != 1:
             raise ValueError(f"simulation: expected a model of one rank, got one of {size}")
         _check_sizes(model, world_size)
         self.sites = [site for _, site in sites]
