@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,13 @@ from echo_megatron.bench.rows import (
     smooth_sizes,
 )
 from echo_megatron.bench.timing import Inputs, Timer, Timing, agree_max
-from echo_megatron.bench.traffic import as_json, bound_ms, measure_ceilings, traffic
+from echo_megatron.bench.traffic import Traffic, as_json, bound_ms, measure_ceilings, traffic
 from echo_megatron.config import TransportName
 from echo_megatron.result_files import made_by, write_results
 
 CALL_MS_UP_TO = 32 * MIB  # launching shows in small messages only
-UNRECORDED = ("num_ranks", "render", "commit")  # options that say nothing about the results
+NCCL = "nccl16"  # the row that all are compared with
+UNRECORDED = ("num_ranks", "render", "commit", "sequence_parallel")  # say nothing about the results, or the script does
 METHOD = (
     "Medians of {iterations} calls after {warmup} (fewer where one measurement would take over {max_s:g} s), by CUDA "
     "events, of the slowest rank. ms: the host is ahead of the GPU and the ranks have just passed a barrier, so "
@@ -61,7 +62,10 @@ METHOD = (
 def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     names = ", ".join(dict.fromkeys(row.name for row in all_rows()))
-    parser.add_argument("--rows", nargs="+", help=f"names, of {names}; default all")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="reduce-scatter and all-gather in place of the all-reduce"
+    )
+    parser.add_argument("--rows", nargs="+", help=f"names, of {names}, or docs/bench.md's; default all")
     parser.add_argument("--policies", nargs="+", choices=["rotated", "zero_aware"], help="of Echo's rows; default both")
     parser.add_argument("--sizes", nargs="+", type=_size, help="such as 64K 16M 1G; default 4K to 1G")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), help="matmuls of the critical rows; default all")
@@ -75,7 +79,7 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument("--no-check", action="store_true", help="do not compare with the reference before timing")
     parser.add_argument("--tune", action="store_true", help="measure the p2p transport's choices and write its table")
     parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md; with --tune the table's file")
-    parser.add_argument("--name", default="all_reduce")
+    parser.add_argument("--name", help="default all_reduce, or sequence_parallel")
     parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: Markdown and figure of a result")
     parser.add_argument(
         "--onto", type=Path, metavar="JSON", help="results whose other rows stay: put this run's into them"
@@ -83,6 +87,9 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument("--commit", help="the commit of these sources, where this machine does not know it")
     parser.add_argument("--num-ranks", type=int, help="processes to start where torchrun did not; default all GPUs")
     options = parser.parse_args(arguments)
+    options.name = options.name or ("sequence_parallel" if options.sequence_parallel else "all_reduce")
+    if options.sequence_parallel and (options.tune or options.onto or options.out_of_place or options.models):
+        parser.error("--sequence-parallel: expected none of --tune, --onto, --out-of-place and --models beside it")
     if options.quick:
         options.warmup, options.iterations, options.max_s = 10, 30, 1.0
     return options
@@ -108,6 +115,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "echo-megatron benc
             from echo_megatron.bench.tune import tune
 
             return tune(world, device, options.out)
+        if options.sequence_parallel:
+            from echo_megatron.bench.shares import SharesBench
+
+            return SharesBench(options, world, device).run()
         return Bench(options, world, device).run()
     finally:
         dist.destroy_process_group()
@@ -115,6 +126,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "echo-megatron benc
 
 class Bench:
     """One rank of a run.
+
+    Another collective's bench is a subclass: its rows, sizes, calls, and what of them stands in the results.
 
     Args:
         options: see `parse_arguments`.
@@ -125,6 +138,9 @@ class Bench:
         ValueError: a row's name is unknown, or `--onto` names other results.
     """
 
+    script = "scripts/bench_all_reduce.py"
+    method = METHOD
+
     def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> None:
         self.options, self.device, self.group = options, device, group
         self.rank, self.world_size = group.rank(), group.size()
@@ -132,8 +148,8 @@ class Bench:
             runs.load(options.onto, provenance.machine(device)["gpu"], self.world_size) if options.onto else None
         )
         self.start = time.monotonic()
-        self.sizes = sorted(options.sizes or (QUICK_SIZES if options.quick else (*SMALL_SIZES, *LARGE_SIZES)))
-        self.rows = [row for row in select(all_rows(), options.rows) if self._wanted(row)]
+        self.sizes = sorted(options.sizes or self._default_sizes())
+        self.rows = [row for row in select(self._all_rows(), options.rows) if self._wanted(row)]
         self.memory = Memory(max(self.sizes), group, device)
         self.timer = Timer(device, options.warmup, options.iterations, options.max_s, self.memory.barrier)
         self.ceilings = measure_ceilings(self.memory, self.timer)
@@ -142,7 +158,7 @@ class Bench:
 
     def run(self) -> int:
         """All rows, NCCL's again at the end; returns the exit status."""
-        for row in [*self.rows, self.rows[0]]:
+        for row in [*self.rows, *(row for row in self.rows if row.is_baseline)]:
             start = time.monotonic()
             self._run_row(row)
             if self.rank == 0:
@@ -150,19 +166,19 @@ class Bench:
                 print(f"{now - self.start:6.1f} s  {row.key}  ({now - start:.1f} s)", flush=True)
                 if self.options.out:
                     results = self.results()
-                    write_results(self.options.out, self.options.name, results, tables.markdown(results))
+                    write_results(self.options.out, self.options.name, results, self._markdown(results))
         if self.rank == 0:
-            entries = with_ratios(self.entries)
+            entries = self._with_ratios()
             print("\n".join([*tables.time_table(entries), "", *tables.time_table(entries, "nccl_ratio")]))
             print("\n".join(f"left out: {name}: {why}" for name, why in self.left_out.items()))
         return int(any(why.startswith("AssertionError") for why in self.left_out.values()))
 
     def results(self) -> dict[str, Any]:
         """The content of the JSON: this run's, within those that it goes onto."""
-        entries = with_ratios(self.entries)
+        entries = self._with_ratios()
         options = {name: value for name, value in vars(self.options).items() if name not in UNRECORDED}
         options["sizes"] = options["sizes"] and [str(size) for size in options["sizes"]]
-        made = made_by("scripts/bench_all_reduce.py", options, self.device, "torch", "triton", "flashinfer-python")
+        made = made_by(self.script, options, self.device, "torch", "triton", "flashinfer-python")
         made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {self.world_size}", 1)
         place = "into a new tensor" if self.options.out_of_place else "in place"
         made["commit"] = self.options.commit or made["commit"]
@@ -171,7 +187,7 @@ class Bench:
                 **made,
                 "date": datetime.now(UTC).date().isoformat(),
                 "world_size": self.world_size,
-                "method": METHOD.format(**vars(self.options), place=place),
+                "method": self.method.format(**vars(self.options), place=place),
                 "ceilings": as_json(self.ceilings),
                 "matmuls": {name: {"hidden": hidden, "ffn": ffn} for name, (hidden, ffn) in MODELS.items()},
                 "left_out": self.left_out,
@@ -180,6 +196,24 @@ class Bench:
             }
         )
         return results if self.base is None else runs.merged(self.base, results, [row.key for row in self.rows])
+
+    def _all_rows(self) -> list[Row]:
+        return all_rows()
+
+    def _default_sizes(self) -> Sequence[int]:
+        return QUICK_SIZES if self.options.quick else (*SMALL_SIZES, *LARGE_SIZES)
+
+    def _with_ratios(self) -> list[dict[str, Any]]:
+        return with_ratios(self.entries)
+
+    def _markdown(self, results: dict[str, Any]) -> str:
+        return tables.markdown(results)
+
+    def _inputs(self, row: Row, size: int) -> Inputs:
+        return Inputs(self.memory.values, size // ITEMSIZE, self.timer.calls, self.world_size)
+
+    def _traffic(self, row: Row, size: int, call: Any) -> Traffic | None:
+        return traffic(row, size // ITEMSIZE, self.world_size, call.algorithm)
 
     def _wanted(self, row: Row) -> bool:
         return row.policy is None or self.options.policies is None or row.policy in self.options.policies
@@ -231,7 +265,7 @@ class Bench:
                     timing = self.timer.added(matmuls.around(call), matmuls.alone, call.leads_in)
                     self._note(row, call, size, timing, matmuls=model)
             return
-        inputs = Inputs(self.memory.values, size // ITEMSIZE, self.timer.calls, self.world_size)
+        inputs = self._inputs(row, size)
         inputs.fill()
 
         def lead_in() -> None:  # the timed call then waits for an update, as each does in a pass
@@ -245,7 +279,7 @@ class Bench:
     def _note(
         self, row: Row, call: Any, size: int, timing: Timing, beside: bool = False, matmuls: str | None = None
     ) -> None:
-        moved = traffic(row, size // ITEMSIZE, self.world_size, call.algorithm)
+        moved = self._traffic(row, size, call)
         bounds = bound_ms(moved, self.ceilings) if moved and self.ceilings else (None, None)
         fractions = [None if bound is None or timing.ms <= 0 else bound / timing.ms for bound in bounds]
         self.entries.append(
@@ -267,28 +301,40 @@ class Bench:
         )
 
 
-def with_ratios(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_ratios(
+    entries: Sequence[dict[str, Any]], baseline_of: Callable[[str], str] = lambda row: NCCL
+) -> list[dict[str, Any]]:
     """Entries with `nccl_ratio`, NCCL's time at that size divided by theirs; of NCCL's two measurements the faster.
 
     A size beside another is compared with NCCL at the nearest size.
+
+    Args:
+        entries: as they were measured.
+        baseline_of: the row of NCCL's that a row is compared with, from the rows' names.
     """
-    baseline: dict[int, dict[str, Any]] = {}
+    baselines: dict[str, dict[int, dict[str, Any]]] = {}
+    kept = []
     for entry in entries:
-        size = entry["bytes"]
-        if entry["row"] == "nccl16" and (size not in baseline or entry["ms"] < baseline[size]["ms"]):
+        name, size = entry["row"], entry["bytes"]
+        if baseline_of(name) != name:
+            kept.append(entry)
+            continue
+        baseline = baselines.setdefault(name, {})
+        if size not in baseline or entry["ms"] < baseline[size]["ms"]:
             spread = {"drift": entry["ms"] / baseline[size]["ms"] - 1} if size in baseline else {}
             baseline[size] = {**entry, **spread}
-        elif entry["row"] == "nccl16":
+        else:
             baseline[size] = {**baseline[size], "drift": entry["ms"] / baseline[size]["ms"] - 1}
-    kept = [entry for entry in entries if entry["row"] != "nccl16"]
 
     def ratio(entry: dict[str, Any]) -> float | None:
+        baseline = baselines.get(baseline_of(entry["row"]))
         if not baseline or entry["ms"] <= 0:
             return None
         nearest = min(baseline, key=lambda size: abs(size - entry["bytes"]))
         return baseline[nearest]["ms"] / entry["ms"]
 
-    return [{**entry, "nccl_ratio": ratio(entry)} for entry in (*baseline.values(), *kept)]
+    measured = [entry for baseline in baselines.values() for entry in baseline.values()]
+    return [{**entry, "nccl_ratio": ratio(entry)} for entry in (*measured, *kept)]
 
 
 def render(path: Path) -> None:
@@ -296,6 +342,12 @@ def render(path: Path) -> None:
     from echo_megatron.bench import figures
 
     results = json.loads(path.read_text(encoding="utf-8"))
+    if "collectives" in results:  # sequence parallelism's
+        from echo_megatron.bench import shares
+
+        write_results(path.parent, path.stem, results, shares.markdown(results))
+        figures.draw_shares(path.with_suffix(".png"), results)
+        return
     write_results(path.parent, path.stem, results, tables.markdown(results))
     figures.draw(path.with_suffix(".png"), results)
 

@@ -41,6 +41,27 @@ class Native(Baseline):
         return x
 
 
+class NativeShares(Baseline):
+    """The group's own reduce-scatter or all-gather.
+
+    Args:
+        group: the process group.
+        gathers: an all-gather.
+        outputs: what the outputs are cut from.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, gathers: bool, outputs: Tensor) -> None:
+        self.group, self.outputs = group, outputs
+        self._call = dist.all_gather_into_tensor if gathers else dist.reduce_scatter_tensor
+        self._gathers = gathers
+
+    def __call__(self, x: Tensor) -> Tensor:
+        num_values = x.numel() * self.group.size() if self._gathers else x.numel() // self.group.size()
+        out = self.outputs[:num_values]
+        self._call(out, x, group=self.group)
+        return out
+
+
 class SymmetricMemory(Baseline):
     """PyTorch's own kernels over symmetric memory; the input must lie in it.
 

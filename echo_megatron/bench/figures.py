@@ -30,6 +30,11 @@ SMALL_COLOURS = {
     "echo4_local": "#0072B2",
     "auto": "#56B4E9",
 }
+SHARE_COLOURS: dict[str, dict[str | None, str]] = {
+    "echo4_reduce_scatter": {None: "#E69F00", "bf16": "#0072B2", "compact": "#0072B2"},
+    "echo8_all_gather": {None: "#009E73"},
+    "echo4_all_gather": {None: "#D55E00"},
+}
 POLICIES = {"rotated": "rotated (default)", "zero_aware": "zero_aware (the paper's)"}
 SMALLEST = 256 * 1024  # of the ratios' panels
 LARGEST_SMALL = 4 * MIB
@@ -65,6 +70,34 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
     figure.savefig(path)
 
 
+def draw_shares(path: Path, results: Mapping[str, Any]) -> None:
+    """As `draw`, of sequence parallelism's collectives (PNG, 10 in wide, 150 dpi)."""
+    figure = Figure(figsize=(10, 4.6), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    found = series(results["rows"])
+    sizes = sorted({entry["bytes"] for entry in results["rows"]})
+    for axes, (policy, title) in zip(panels, POLICIES.items(), strict=True):
+        for key, by_size in found.items():
+            if key[0] in SHARE_COLOURS and key[1] == policy:
+                shown = sorted(by_size)
+                style = _style(key, SHARE_COLOURS[key[0]][key[2]])
+                if key[0] == "echo4_reduce_scatter" and key[2] is None:
+                    style["label"] = f"{key[0]}, no compensation"
+                axes.plot(shown, [by_size[size]["nccl_ratio"] for size in shown], **style)
+        axes.axhline(1, color="0.5", linewidth=0.8)
+        axes.set_title(f"times faster than NCCL: {title}", fontsize=10)
+        _finish(axes, sizes, with_legend=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False
+    )
+    figure.suptitle(
+        f"Reduce-scatter and all-gather, {results['world_size']} × {results['machine']['gpu'] or 'CPU process'}, "
+        "BF16 bytes a rank of the larger tensor",
+        fontsize=11,
+    )
+    figure.savefig(path)
+
+
 def _style(key: Key, colour: str) -> dict[str, Any]:
     name, _, state_dtype, _ = key
     compact = state_dtype == "compact"
@@ -78,12 +111,12 @@ def _style(key: Key, colour: str) -> dict[str, Any]:
     }
 
 
-def _finish(axes: Axes, sizes: Sequence[int]) -> None:
+def _finish(axes: Axes, sizes: Sequence[int], with_legend: bool = True) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [size_label(size) for size in sizes], rotation=60, fontsize=7)
     axes.minorticks_off()
     axes.grid(color="0.92", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
+    if with_legend and axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7, frameon=False, loc="upper left")

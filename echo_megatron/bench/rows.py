@@ -21,13 +21,20 @@ class Kind(Enum):
     """What a row calls."""
 
     nccl = "the process group's own 16-bit all-reduce"
+    nccl_reduce_scatter = "the process group's own 16-bit reduce-scatter"
+    nccl_all_gather = "the process group's own 16-bit all-gather"
     symm_mem_one_shot = "torch.ops.symm_mem.one_shot_all_reduce"
     symm_mem_two_shot = "torch.ops.symm_mem.two_shot_all_reduce_"
     two_collective = "quantized all-to-all, sum, quantized all-gather (ZeRO++)"
     flashinfer = "flashinfer.comm.quantized_all_reduce"
     echo = "Communicator.all_reduce"
+    reduce_scatter = "Communicator.reduce_scatter"
+    all_gather = "Communicator.all_gather"
     unfused = "Communicator.all_reduce without compensation, the compensator as PyTorch operations"
     auto = "what a site calls: exact under min_bytes, else quantized"
+
+
+BASELINES = (Kind.nccl, Kind.nccl_reduce_scatter, Kind.nccl_all_gather)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class Row:
         """Unique among the rows."""
         return " ".join(filter(None, (self.name, self.policy, self.state_dtype)))
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether others are compared with this row."""
+        return self.kind in BASELINES and not self.critical
+
     def times(self, num_bytes: int) -> bool:
         """Whether the row is timed at this size."""
         return self.smallest <= num_bytes <= self.largest
@@ -92,7 +104,7 @@ def all_rows() -> list[Row]:
 
 
 def select(rows: Sequence[Row], names: Sequence[str] | None) -> list[Row]:
-    """The rows of these names, NCCL's always among them.
+    """The rows of these names, what they are compared with always among them.
 
     Raises:
         ValueError: there is no row of a name.
@@ -102,7 +114,7 @@ def select(rows: Sequence[Row], names: Sequence[str] | None) -> list[Row]:
     known = list(dict.fromkeys(row.name for row in rows))
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"--rows: expected some of {', '.join(known)}; got {', '.join(unknown)}")
-    return [row for row in rows if (row.kind is Kind.nccl and not row.critical) or row.name in names]
+    return [row for row in rows if row.is_baseline or row.name in names]
 
 
 def smooth_sizes(base: int) -> list[int]:

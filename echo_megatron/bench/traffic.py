@@ -95,6 +95,23 @@ def traffic(row: Row, num_values: int, world_size: int, algorithm: str | None) -
     return Traffic(wire, 2 * size + _state_traffic(row.config, row.critical, num_values, codes))
 
 
+def share_traffic(row: Row, num_values: int, world_size: int) -> Traffic:
+    """What a reduce-scatter or an all-gather cannot avoid; `num_values` of the larger tensor, as in `traffic`.
+
+    wire, sent by a rank: 16 bits (P-1)/P B; quantized (P-1) R(n/P)
+    hbm: the larger tensor and a share of it, B + B/P; and, compensated, c and m2 of the other ranks' shares read and
+        written once
+    """
+    size, others = ITEMSIZE * num_values, world_size - 1
+    hbm = size + size / world_size
+    if row.config is None:
+        return Traffic(others * size / world_size, hbm)
+    wire = others * make_quantizer(row.config, row.bits).num_bytes(num_values // world_size)
+    if row.kind is Kind.reduce_scatter and row.config.compensates:
+        hbm += 2 * sum(STATE_BYTES[row.config.state_dtype]) * num_values * others / world_size
+    return Traffic(wire, hbm)
+
+
 def _state_traffic(config: EchoConfig, critical: bool, num_values: int, codes: int) -> float:
     if not config.compensates:
         return 0.0
