@@ -25,7 +25,7 @@ from echo_megatron.evaluate.evaluate_cli import main as evaluate
 
 NAME = "ablation_smollm2_135m"
 ALL = ("2", "4", "8", "3")
-CALLS = (("presets", ALL), ("full_feedback", ALL), ("ablation", ("4",)))
+CALLS = (("16bit echo4 echo4_paper full_feedback", ALL), ("presets", ALL), ("ablation", ("4",)))
 
 
 def model_folder(parent: Path) -> Path:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common += ["--note", options.note, "--device", "cpu", "--out", options.out, "--name", NAME]
     for settings, sizes in CALLS:
         left = [] if options.budget_s is None else ["--budget-s", str(options.budget_s - (time.monotonic() - begin))]
-        if status := evaluate([*common, *left, "--settings", settings, "--world-sizes", *sizes]):
+        if status := evaluate([*common, *left, "--settings", *settings.split(), "--world-sizes", *sizes]):
             return status
     return 0
 
