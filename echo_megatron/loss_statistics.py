@@ -246,11 +246,17 @@ def _labels(arms: list[list[LossRun]]) -> list[str]:
     ]
 
 
+_WORDS = {
+    "eta=0": "without compensation",
+    "eta=0.0": "without compensation",
+    "sequence_parallel": "with sequence parallelism",
+}
+
+
 def _label(run: LossRun) -> str:
     if run.tp_comm is None:
         return run.name
-    words = ("without compensation" if word in ("eta=0", "eta=0.0") else word for word in run.tp_comm.split())
-    return " ".join(words)
+    return " ".join(_WORDS.get(word, word) for word in run.tp_comm.split())
 
 
 def _short(value: Any) -> str:

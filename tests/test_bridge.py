@@ -148,8 +148,7 @@ def _set(config, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("model.sequence_parallel", True, r"sequence_parallel=True is not supported: .* or tp_comm=nccl"),
-        ("model.num_moe_experts", 8, r"num_moe_experts=8 is not supported: "),
+        ("model.multi_latent_attention", True, r"multi_latent_attention=True is not supported: .* or tp_comm=nccl"),
         ("model.tp_comm_overlap", True, r"tp_comm_overlap=True is not supported: userbuffers"),
         ("comm_overlap", CommOverlapConfig(tp_comm_overlap=True), r"comm_overlap\.tp_comm_overlap=True .*userbuffers"),
         ("model.use_transformer_engine_full_layer_spec", True, r"model\.use_transformer_engine_full_layer_spec=True"),
@@ -178,6 +177,15 @@ def test_what_the_configuration_shows_is_refused_by_name(config, path, value, me
         EchoCallback(config)
     config.echo.tp_comm, config.echo.inspect_every = "nccl", 0
     EchoCallback(config)  # the other arm runs all that Bridge runs
+
+
+def test_sequence_parallelism_needs_the_local_residual(config):
+    config.model.tensor_model_parallel_size, config.model.sequence_parallel = 2, True
+    config.echo.tp_comm = "echo4_paper"
+    with pytest.raises(ValueError, match="residual: expected local with sequence parallelism, got consensus"):
+        EchoCallback(config)
+    config.echo.tp_comm, config.echo.gather_bits = "echo4", 4
+    EchoCallback(config)
 
 
 def test_the_callback_belongs_to_one_configuration(config):

@@ -139,6 +139,9 @@ def test_quickstart_plans_the_arms() -> None:
         *("tp_comm=nccl", "seed=1", "trainer.max_steps=5", "a=b"),
     ]
     assert list(quickstart.plan(quickstart.parse_arguments([]))) == ["nccl", "echo4"]
+    parallel = quickstart.plan(quickstart.parse_arguments(["--sequence-parallel"]))
+    assert list(parallel) == ["nccl", "echo4", "nccl_sequence_parallel", "echo4_sequence_parallel"]
+    assert "trainer.sequence_parallel=true" in parallel["nccl_sequence_parallel"]
 
 
 @pytest.mark.slow

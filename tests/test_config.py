@@ -51,6 +51,7 @@ def test_presets_are_the_specs():
         ("phases", ["test"], "phases: expected one of train, evaluate"),
         ("early_bits", 16, "early_bits: expected one of 4, 8"),
         ("early_fraction", 1.1, "early_fraction"),
+        ("gather_bits", 2, "gather_bits: expected one of 4, 8, 16, got 2"),
         ("timeout_s", 0, r"timeout_s: expected a number in \(0, inf\)"),
     ],
 )

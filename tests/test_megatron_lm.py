@@ -42,6 +42,7 @@ NUMBERS: dict[str, list[int | float]] = {
     "min_bytes": [0, 65536],
     "early_bits": [4, 8],
     "early_fraction": [0.0, 0.25],
+    "gather_bits": [4, 8, 16],
     "timeout_s": [0.5, 300],
 }
 
@@ -190,7 +191,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("argument", "message"),
         [
-            ("--sequence-parallel", "sequence_parallel=True is not supported: its reduce-scatter"),
             ("--tp-comm-overlap", "tp_comm_overlap=True is not supported: userbuffers"),
             ("--multi-latent-attention", "multi_latent_attention=True is not supported"),
             ("--inprocess-restart", "--inprocess-restart is not supported .*a restart aborts"),
@@ -204,12 +204,20 @@ class TestRefusals:
         parse_under_echo(monkeypatch, argument, *tensor_parallel)
         parse_under_echo(monkeypatch, argument, "--tp-comm", "echo4")  # one rank: nothing to quantize
 
+    def test_the_paper_s_residual_with_sequence_parallelism(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        parallel = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+        with pytest.raises(ValueError, match="residual: expected local with sequence parallelism, got consensus"):
+            parse_under_echo(monkeypatch, *parallel, "--tp-comm", "echo4_paper")
+        parse_under_echo(monkeypatch, *parallel, "--tp-comm", "echo4_paper", "--echo-residual", "local")
+        args = parse_under_echo(monkeypatch, *parallel, "--tp-comm", "echo4", "--echo-gather-bits", "4")
+        assert echo_config(args).gather_bits == 4
+
     def test_before_the_model_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where the script parsed its arguments outside of `echo_training`."""
         args = parse("--tp-comm", "echo4")
-        args.tensor_model_parallel_size, args.sequence_parallel = 2, True
+        args.tensor_model_parallel_size, args.multi_latent_attention = 2, True
         monkeypatch.setattr(megatron.training, "get_args", lambda: args)
-        with pytest.raises(ValueError, match="sequence_parallel=True is not supported"):
+        with pytest.raises(ValueError, match="multi_latent_attention=True is not supported"):
             EchoTraining().setup_model_and_optimizer(lambda: pytest.fail("built a model"))
 
     def test_a_script_that_never_trains_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:

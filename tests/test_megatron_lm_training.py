@@ -154,6 +154,13 @@ class TestTraining:
         plain = run_ranks(train, 2, back, True, timeout_s=120)
         assert "iteration        4/       4" in plain[1]["printed"]
 
+    def test_sequence_parallel(self, stock: Any) -> None:
+        parallel = ["--sequence-parallel", "--tp-comm", "echo4", *ALWAYS]
+        echo = run_ranks(train, 2, parallel, timeout_s=120)
+        assert echo[0]["losses"] == echo[1]["losses"] and echo[0]["report"].count("all-gather") == 4
+        reference = torch.tensor(stock[0][0]["losses"])
+        assert 0 < (torch.tensor(echo[0]["losses"]) - reference).abs().max() < 0.02 * reference.max()
+
     @pytest.mark.skipif(
         not hasattr(megatron.training.arguments, "parse_and_validate_args"),
         reason="pretrain parses the arguments itself",

@@ -32,6 +32,7 @@ def qwen3_600m_echo(
     global_batch_size: int = 32,
     micro_batch_size: int = 2,
     seq_length: int = 4096,
+    sequence_parallelism: bool = False,
 ) -> run.Partial:
     """NeMo's `qwen3_600m` pretraining recipe at a tensor-parallel size above 1, with `EchoTPComm` among its callbacks.
 
@@ -46,6 +47,7 @@ def qwen3_600m_echo(
         max_steps: optimizer steps.
         global_batch_size, micro_batch_size: sequences.
         seq_length: tokens of a sequence.
+        sequence_parallelism: norms and residuals on a share of the sequence on each tensor-parallel rank.
     """
     resolve(tp_comm)  # a misspelt flag fails here, not on the cluster
     recipe = qwen3_600m.pretrain_recipe(
@@ -59,6 +61,7 @@ def qwen3_600m_echo(
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         seq_length=seq_length,
+        sequence_parallelism=sequence_parallelism,
     )
     recipe.model.config.seq_length = seq_length
     recipe.trainer.callbacks.append(run.Config(EchoTPComm, tp_comm=tp_comm, inspect_every=inspect_every))

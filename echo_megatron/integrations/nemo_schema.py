@@ -74,7 +74,7 @@ class NemoTrainer:
         num_nodes: machines.
         tensor_parallel, pipeline_parallel, context_parallel: ranks of each kind; the rest is data parallel.
         virtual_pipeline: model chunks a pipeline rank, or null.
-        sequence_parallel: for 16-bit runs; Echo refuses it.
+        sequence_parallel: norms and residuals work on a share of the sequence on each tensor-parallel rank.
         accelerator: see Accelerator.
         precision: see Precision; bf16 keeps FP32 master weights, gradients and optimizer state.
         val_interval: steps between validation losses; 0: none.

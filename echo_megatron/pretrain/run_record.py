@@ -12,7 +12,7 @@ from echo_megatron import provenance
 from echo_megatron.pretrain.model import num_parameters
 from echo_megatron.pretrain.preflight import Plan
 from echo_megatron.pretrain.run_log import tokens_per_second
-from echo_megatron.pretrain.schema import PretrainConfig, tp_comm_name
+from echo_megatron.pretrain.schema import PretrainConfig, communication_name
 from echo_megatron.run_folder import RunFolder, write_atomic
 
 
@@ -25,7 +25,7 @@ class RunRecord:
         trainer = config.trainer
         self._run: dict[str, Any] = {
             "name": config.name,
-            "tp_comm": tp_comm_name(config.tp_comm),
+            "tp_comm": communication_name(config),
             "seed": config.seed,
             "data": asdict(plan.data),
             "global_batch_size": trainer.global_batch_size,

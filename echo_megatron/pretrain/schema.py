@@ -367,6 +367,12 @@ def tp_comm_name(config: EchoConfig) -> str:
     return " ".join((nearest, *values))
 
 
+def communication_name(config: PretrainConfig) -> str:
+    """What reports call the tensor-parallel communication of a run: `echo4`, or `echo4 sequence_parallel`."""
+    words = (tp_comm_name(config.tp_comm), *(["sequence_parallel"] if config.trainer.sequence_parallel else []))
+    return " ".join(words)
+
+
 def register_configs() -> None:
     """Register the schemas and the `tp_comm` presets with Hydra; the YAML files under configs/ start from them."""
     from hydra.core.config_store import ConfigStore

@@ -65,9 +65,7 @@ def test_wrong_arguments_are_refused_when_it_is_made(arguments: dict[str, Any], 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("sequence_parallel", True),
         ("tp_comm_overlap", True),
-        ("num_moe_experts", 8),
         ("multi_latent_attention", True),
         ("symmetric_ar_type", "two_shot"),
     ],
@@ -77,6 +75,14 @@ def test_options_of_the_model_are_refused_before_it_is_built(option: str, value:
     with pytest.raises(ValueError, match=rf"{option}={value!r} is not supported.*Expected {option}=.*tp_comm=nccl"):
         echo.setup(trainer_with(echo), module_with(**{option: value}), "fit")
     EchoTPComm("nccl").setup(trainer_with(), module_with(**{option: value}), "fit")
+
+
+def test_sequence_parallelism_needs_the_local_residual() -> None:
+    echo = EchoTPComm("echo4_paper")
+    with pytest.raises(ValueError, match="residual: expected local with sequence parallelism, got consensus"):
+        echo.setup(trainer_with(echo), module_with(sequence_parallel=True), "fit")
+    echo = EchoTPComm("echo4_paper", residual="local", gather_bits=4)
+    echo.setup(trainer_with(echo), module_with(sequence_parallel=True), "fit")
 
 
 def test_a_second_one_is_refused() -> None:

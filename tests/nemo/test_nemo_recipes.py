@@ -179,6 +179,7 @@ def test_the_factory_is_nemo_s_recipe_and_the_callback() -> None:
     echo = qwen3_600m_echo(tp_comm="echo8", tensor_parallelism=2, num_gpus_per_node=4)
     assert echo.trainer.strategy.tensor_model_parallel_size == 2
     assert echo.trainer.devices == 4 and echo.trainer.strategy.sequence_parallel is False
+    assert qwen3_600m_echo(sequence_parallelism=True).trainer.strategy.sequence_parallel is True
     callback = echo.trainer.callbacks[-1]
     assert fdl.get_callable(callback) is EchoTPComm and callback.tp_comm == "echo8"
     callback.eta = 0.5

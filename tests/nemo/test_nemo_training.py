@@ -104,6 +104,15 @@ def test_quantized_training_follows_stock_and_ranks_agree(
     assert quantized[0]["losses"] == quantized[1]["losses"]
 
 
+def test_sequence_parallel_training_follows_stock(stock: list[dict[str, Any]]) -> None:
+    runs = run_nemo(trained, 2, ["tp_comm=echo4", "echo.min_bytes=0", "trainer.sequence_parallel=true"])
+    for expected, run in zip(stock, runs, strict=True):
+        assert not run["calls"], "there are no all-reduces of activations"
+        assert 0 < max(abs(a - b) for a, b in zip(run["losses"], expected["losses"], strict=True)) < 0.03
+        assert abs(run["validation"] - expected["validation"]) < 0.03
+    assert runs[0]["losses"] == runs[1]["losses"]
+
+
 def test_every_call_is_the_reference_s_bit_for_bit(quantized: list[dict[str, Any]]) -> None:
     """The reference on what both ranks gave, state carried from site to site, gives what both ranks got."""
     group = SimulatedGroup(2, EchoConfig.preset("echo4", min_bytes=0))
