@@ -236,7 +236,7 @@ def test_a_cut_command_goes_on_and_another_is_refused(
     assert after["echo4 2"]["bytes_relative"] < after["early8 2"]["bytes_relative"] < 0.5
     page = (tmp_path / "r.md").read_text()
     assert "| echo4 | 2 | simulated | one_shot |" in page and "128 tokens of ids.npy in windows of 32" in page
-    assert "## Ablation" not in page
+    assert "Table 8" not in page
 
     assert run(tmp_path, *command, "--tokens", "64") == evaluate_cli.EXIT_REFUSED
     message = capsys.readouterr().err
@@ -254,7 +254,7 @@ def test_the_ablation_is_one_table(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", make_ids(33))
     assert run(tmp_path, "--settings", "ablation", "--world-sizes", "4") == 0
     assert len(rows_of(tmp_path)) == len(SETS["ablation"])
-    table = (tmp_path / "r.md").read_text().partition("## Ablation")[2]
+    table = (tmp_path / "r.md").read_text().partition("Table 8")[2]
     lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
     by_label = {line[0].strip("| "): line[1:] for line in lines}
     for label, paper in TABLE_8.values():

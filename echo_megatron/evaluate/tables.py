@@ -10,27 +10,59 @@ from echo_megatron.result_files import markdown_table, provenance_lines
 
 Row = dict[str, Any]
 
+ALL_ROWS = (
+    "Δ is against 16 bits at the same ranks, ± the standard error of the difference of losses over the text. bytes: what "
+    "a rank sends at the sites, relative to 16-bit values in a ring."
+)
+
 
 def markdown(results: dict[str, Any]) -> str:
     """The page of a results file."""
-    settings, rows = results["settings"], results["rows"]
-    lines = [f"# Perplexity by communication: {settings['model']}", "", caption(settings), "", *settings_table(rows)]
-    if ablation := ablation_table(rows):
-        lines += ["", "## Ablation", "", *ablation]
+    lines = [f"# Perplexity by communication: {results['settings']['model']}", "", *summary(results)]
+    lines += ["", "## All rows", "", ALL_ROWS, "", *settings_table(results["rows"])]
     for run in results["runs"]:
         lines += ["", *provenance_lines(run)]
     return "\n".join(lines) + "\n"
 
 
+def summary(results: dict[str, Any]) -> list[str]:
+    """Settings by P, and the ablation where it was measured."""
+    lines = [caption(results["settings"]), "", *overview_table(results["rows"])]
+    if ablation := ablation_table(results["rows"]):
+        lines += ["", "The paper's Table 8, and the same questions to our form:", "", *ablation]
+    return lines
+
+
 def caption(settings: dict[str, Any]) -> str:
     """What was measured, in words."""
     note = f" ({settings['note']})" if settings.get("note") else ""
+    windows = f"in windows of {settings['context']:,}, {settings['precision']}, {settings['num_sites']} sites"
     return (
-        f"{settings['tokens']:,} tokens of {settings['data']}{note} in windows of {settings['context']:,}, "
-        f"{settings['precision']}, {settings['num_sites']} sites. Δ is against 16 bit at the same P, ± the standard "
-        "error of the difference of losses over the text. Bytes are those that a rank sends at the sites, against "
-        "16-bit values in a ring."
+        f"{settings['model']}, {settings['tokens']:,} tokens of {settings['data']}{note} {windows}. In brackets the "
+        "difference to 16 bits at the same P."
     )
+
+
+def overview_table(rows: Sequence[Row]) -> list[str]:
+    """A line for each setting that was measured at most sizes, a column for each P: perplexity, and Δ in %."""
+    sizes = sorted({(row["ranks"] == "real", row["P"]) for row in rows})
+    by_setting: dict[str, dict[tuple[bool, int], Row]] = {}
+    for row in rows:
+        by_setting.setdefault(row["key"].split(" ", 2)[2], {})[row["ranks"] == "real", row["P"]] = row
+    lines = []
+    for cells in by_setting.values():
+        if 2 * len(cells) <= len(sizes):
+            continue  # of an ablation at some P
+        first = next(iter(cells.values()))
+        values = [_with_delta(cells[size]) if size in cells else "" for size in sizes]
+        lines.append([first["setting"], f"{first['bits_a_value']:.2f}", *values])
+    heads = [f"P={size}{', real ranks' if is_real else ''}" for is_real, size in sizes]
+    return markdown_table(["setting", "bits a value", *heads], lines)
+
+
+def _with_delta(row: Row) -> str:
+    delta = "" if row["delta_percent"] is None else f" ({row['delta_percent']:+.2f} %)"
+    return f"{perplexity_of(row)}{delta}"
 
 
 def settings_table(rows: Sequence[Row]) -> list[str]:
@@ -54,7 +86,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def perplexity_of(row: Row) -> str:
-    """Two decimals, or four where the perplexity is small; a non-finite one by name."""
+    """Three decimals; a non-finite one by name."""
     value = row["perplexity"]
     return "not finite" if value is None else f"{value:.3f}"
 
@@ -94,5 +126,4 @@ def _value(own: dict[str, Row], preset: str, overrides: str) -> str:
     row = own.get(parse_setting(name).key)
     if row is None:
         return ""
-    delta = "" if row["delta_percent"] is None else f" ({row['delta_percent']:+.2f} %)"
-    return f"{perplexity_of(row)}{delta}"
+    return _with_delta(row)
