@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echo_megatron.evaluate.settings import NATIVE, OURS, TABLE_8, parse_setting
@@ -11,12 +11,12 @@ from echo_megatron.result_files import markdown_table, provenance_lines
 Row = dict[str, Any]
 
 ALL_ROWS = (
-    "Δ is against 16 bits at the same ranks, ± the standard error of the difference of losses over the text. bytes: what "
-    "a rank sends at the sites, relative to 16-bit values in a ring."
+    "Δ is against 16 bits at the same ranks, ± the standard error of the difference of losses over the text. bytes: "
+    "what a rank sends at the sites, relative to 16-bit values in a ring."
 )
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown(results: Mapping[str, Any]) -> str:
     """The page of a results file."""
     lines = [f"# Perplexity by communication: {results['settings']['model']}", "", *summary(results)]
     lines += ["", "## All rows", "", ALL_ROWS, "", *settings_table(results["rows"])]
@@ -25,7 +25,7 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(results: dict[str, Any]) -> list[str]:
+def summary(results: Mapping[str, Any]) -> list[str]:
     """Settings by P, and the ablation where it was measured."""
     lines = [caption(results["settings"]), "", *overview_table(results["rows"])]
     if ablation := ablation_table(results["rows"]):
