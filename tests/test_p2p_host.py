@@ -52,7 +52,7 @@ SIZES = {
 }
 SUM = 7.0  # what a stand-in leaves as the sum
 RANK, PEERS = 1, [11, 22, 33]
-NUM_BLOCKS, RING, SLOT_BYTES, TIMEOUT_S = 32, 16, 3000, 4.5
+NUM_BLOCKS, RING, SLOT_BYTES, TIMEOUT_S = 32, 16, 5000, 4.5
 FORWARD, BACKWARD = Direction.forward, Direction.backward
 TABLE = Table(
     (
@@ -610,6 +610,15 @@ class TestShares:
         rank.transport.reduce_scatter(x, site(3), compensator)
         assert [call["fresh"] for call in calls if call.name != "all_gather"] == [True, False, True, True]
 
+    def test_bits_that_the_workspace_has_no_room_for_are_named(self, calls, monkeypatch):
+        transport = make_transport(NONE.replace(gather_bits=16))
+        monkeypatch.setitem(transport._memory, "slot_bytes", 2500)
+        with pytest.raises(
+            ValueError, match=r"all_gather, forward site 3.* gather_bits 16\), got 8; set gather_bits=8"
+        ):
+            transport.all_gather(values(), site(3, bits=8))
+        assert not calls
+
     def test_sent_bytes(self, calls):
         rank, x = make_rank(LOCAL), values(300_000)
         quantizer = {bits: make_quantizer(LOCAL, bits) for bits in (4, 8)}
@@ -773,7 +782,10 @@ class TestErrors:
                 r"for rank 2: expected epoch 17, seen 16\. The rank died, hangs, or makes fewer calls\. The outputs of "
                 r"this call are NaN; create a new communicator to go on",
             ),
-            (2, r"rank 2 makes another call: expected call 0x0011, got 0x0010\. The ranks must agree on collective, site"),
+            (
+                2,
+                r"rank 2 makes another call: expected call 0x0011, got 0x0010\. The ranks must agree on collective",
+            ),
             (3, r"forward site 2 .*: rank 2 gave up; see its error"),
         ],
     )

@@ -88,7 +88,7 @@ def draw_shares(path: Path, results: Mapping[str, Any]) -> None:
         axes.set_title(f"times faster than NCCL: {title}", fontsize=10)
         _finish(axes, sizes, with_legend=False)
     figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False
     )
     figure.suptitle(
         f"Reduce-scatter and all-gather, {results['world_size']} × {results['machine']['gpu'] or 'CPU process'}, "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import EchoConfig, Phase
+from echo_megatron.config import NATIVE_BITS, EchoConfig, Phase
 from echo_megatron.integrations.linears import set_tensor_parallel_group, tensor_parallel_group
 from echo_megatron.integrations.megatron_checks import check_model, uses_cuda_graphs
 from echo_megatron.integrations.megatron_report import describe
@@ -140,7 +140,9 @@ def install(model_chunks: nn.Module | Sequence[nn.Module], config: EchoConfig) -
         return installation
 
     layer_config = found[0].layer_config
-    communicator = Communicator(group, config, recompute_test(), _max_passes(layer_config))
+    # Without sequence parallelism nothing is gathered, and no workspace needs room for it.
+    gathers = {} if layer_config.sequence_parallel else {"gather_bits": NATIVE_BITS}
+    communicator = Communicator(group, config.replace(**gathers), recompute_test(), _max_passes(layer_config))
     if uses_cuda_graphs(layer_config):
         try:
             communicator.prepare_capture()

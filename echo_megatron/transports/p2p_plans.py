@@ -110,9 +110,19 @@ def plan_shares(
     config: EchoConfig, memory: dict[str, Any], world_size: int, num_share_values: int, site: Site,
     collective: Collective, choice: Choice, coefficients: list[float],
 ) -> SharePlan:  # fmt: skip
-    """The plan of a reduce-scatter or an all-gather of shares of `num_share_values` values; see `plan_all_reduce`."""
+    """The plan of a reduce-scatter or an all-gather of shares of `num_share_values` values; see `plan_all_reduce`.
+
+    Raises:
+        ValueError: the workspace was made for codes of fewer bits.
+    """
     library = torch.ops.echo_megatron
     layout = {"policy": index_of(config.policy), "group_size": config.group_size}
+    if library.slot_bytes(site.bits, layout["policy"], config.group_size) > memory["slot_bytes"]:
+        raise ValueError(
+            f"{collective.name}, {site}: expected bits among the config's when the communicator was made (bits "
+            f"{config.bits}, early_bits {config.early_bits}, gather_bits {config.gather_bits}), got {site.bits}; set "
+            f"gather_bits={site.bits}"
+        )
     options: dict[str, Any] = {
         **memory,
         **layout,
