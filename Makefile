@@ -7,13 +7,14 @@ export OMP_NUM_THREADS ?= 1
 RUN_STAMP := .venv/.installed-run
 TEST_STAMP := .venv/.installed-test
 STUDY_STAMP := .venv/.installed-study
+EVAL_STAMP := .venv/.installed-eval
 NEMO_STAMP := .venv-nemo/.installed
 INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirements/build.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv quickstart kernels test test-nemo test-megatron lint format lock study-env nemo-env clean
+.PHONY: help venv quickstart kernels test test-nemo test-megatron lint format lock study-env eval-env nemo-env clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +27,7 @@ $(RUN_STAMP): requirements/run.txt $(INSTALLER)
 	@touch $@
 
 $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
-	@rm -f $(RUN_STAMP) $(STUDY_STAMP) $@
+	@rm -f $(RUN_STAMP) $(STUDY_STAMP) $(EVAL_STAMP) $@
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/test.txt
 	@touch $(RUN_STAMP) $@
 
@@ -71,7 +72,7 @@ LOCK := CUSTOM_COMPILE_COMMAND="make lock" ../$(BIN)/python -m piptools compile 
 	--no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 
 lock: $(TEST_STAMP) ## write requirements/*.txt anew from *.in; versions move only as far as they must (LOCK_ARGS=--upgrade)
-	cd requirements && for name in build run test study nemo; do \
+	cd requirements && for name in build run test study eval nemo; do \
 		$(LOCK) $(LOCK_ARGS) --output-file $$name.txt $$name.in || exit 1; done
 
 study-env: $(STUDY_STAMP) ## what scripts/quantizer_study.py needs besides .venv: gguf and a small model, 90 MB
@@ -79,6 +80,13 @@ study-env: $(STUDY_STAMP) ## what scripts/quantizer_study.py needs besides .venv
 $(STUDY_STAMP): requirements/study.txt requirements/study_nodeps.txt $(TEST_STAMP)
 	@rm -f $@
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/study.txt nodeps:requirements/study_nodeps.txt
+	@touch $@
+
+eval-env: $(EVAL_STAMP) ## what echo-megatron lm-eval needs besides .venv: lm-evaluation-harness, 500 MB
+
+$(EVAL_STAMP): requirements/eval.txt $(TEST_STAMP)
+	@rm -f $@
+	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/eval.txt
 	@touch $@
 
 nemo-env: $(NEMO_STAMP) ## .venv-nemo with NeMo 2.7.3 and megatron-core 0.15.3

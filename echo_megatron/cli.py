@@ -1,4 +1,4 @@
-"""The command `echo-megatron`: `pretrain` (Hydra), `compare`, `inspect`, `evaluate`, `bench`."""
+"""The command `echo-megatron`: `pretrain` (Hydra), `compare`, `inspect`, `evaluate`, `lm-eval`, `bench`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ USAGE = """usage: echo-megatron COMMAND …
                                           bound; --figure draws them; --help lists its options
   evaluate --model RUN                    perplexity of a checkpoint under a list of communication settings, at
                                           simulated ranks or, under torchrun, real ones; --help lists options
+  lm-eval --model echo_megatron …         lm-evaluation-harness (extra eval) with checkpoints, communication settings
+                                          and ranks as model arguments; --help is the harness's own
   bench                                   times all-reduces against NCCL on this machine's GPUs; --tune measures the
                                           transport's choices and writes the table that it reads; --help lists options
 
@@ -99,6 +101,13 @@ def evaluate(arguments: Sequence[str]) -> int:
     return evaluate_main(list(arguments))
 
 
+def lm_eval(arguments: Sequence[str]) -> int:
+    """Tasks of lm-evaluation-harness; see `echo_megatron.evaluate.lm_eval`."""
+    from echo_megatron.evaluate.lm_eval import main as lm_eval_main
+
+    return lm_eval_main(list(arguments))
+
+
 def bench(arguments: Sequence[str]) -> int:
     """Time all-reduces, or tune; see `echo_megatron.bench`."""
     from echo_megatron.bench.all_reduce import main as bench_main
@@ -111,6 +120,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "compare": compare,
     "inspect": inspect,
     "evaluate": evaluate,
+    "lm-eval": lm_eval,
     "bench": bench,
 }
 
