@@ -126,6 +126,7 @@ def evaluation_config(config: PretrainConfig, tp: int) -> PretrainConfig:
     copy = from_composed(OmegaConf.structured(config))
     copy.trainer.tensor_parallel, copy.trainer.pipeline_parallel, copy.trainer.data_parallel = tp, 1, 1
     copy.trainer.sequence_parallel = False  # decides where norms are computed, and no number of the model
+    copy.trainer.deterministic = False  # of gradients; Transformer Engine refuses it in processes not started for it
     copy.model.recompute = Recompute.none
     for name, value in (
         ("model.num_attention_heads", copy.model.num_attention_heads),
