@@ -171,6 +171,8 @@ def variants(rank, world_size):
     run("exact gathers", ECHO4.replace(gather_bits=16))
     run("forward only", ECHO4.replace(directions=["forward"]))
     run("backward only", ECHO4.replace(directions=["backward"]))
+    for name, config in (("stock of frozen", None), ("pass-through of frozen", PASS_THROUGH), ("frozen", ECHO4)):
+        run(name, config, adapt=lambda model: model.decoder.layers.requires_grad_(False), steps=1)
     run("all-reduce", parallel=False)
     run("stock of all-reduce", None, parallel=False)
     return results
@@ -208,6 +210,13 @@ def test_variants_of_one_model():
             ("reduce_scatter", "backward"): one, ("all_gather", "forward"): one,
         }  # fmt: skip
         assert results["backward only"][0][0] == results["stock"][0][0], "its first forward pass is exact"
+        stock, passed, frozen = (results[name] for name in ("stock of frozen", "pass-through of frozen", "frozen"))
+        assert passed[:2] != frozen[:2] and passed[0] == stock[0]
+        assert all(torch.equal(passed[1][key], grad) for key, grad in stock[1].items())
+        assert frozen[2] == {
+            ("reduce_scatter", "forward"): one // 2, ("reduce_scatter", "backward"): one // 2,
+            ("all_gather", "backward"): one // 2, ("all_gather", "forward"): one // 2,
+        }, "as an adapter's base: no weight gradient, and no input that is gathered again"  # fmt: skip
         assert results["all-reduce"][2] == {("all_reduce", "forward"): one, ("all_reduce", "backward"): one}
         for first, second in (("plain", "all-reduce"), ("plain", "stock"), ("stock", "stock of all-reduce")):
             pairs = zip(results[first][0], results[second][0], strict=True)

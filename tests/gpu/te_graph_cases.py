@@ -11,17 +11,17 @@ from te_cases import case, echo4, summary
 from te_models import Setting, Trainer, build
 from te_training import Run, train
 
-GRAPHS = ("graphs_local", "graphs_te", "graphs_full_iteration")
+GRAPHS = ("graphs_local", "graphs_te", "graphs_full_iteration", "graphs_sp_local", "graphs_sp_full_iteration")
 MICROBATCHES = 2
 STEPS = 5
 
 
-def eager_and_graphed(setting: Setting, graphed: Callable[..., Run], **options: Any) -> dict[str, Any]:
+def eager_and_graphed(setting: Setting, graphed: Callable[..., Run], sequence_parallel: bool = False) -> dict[str, Any]:
     """echo4 with graphs against echo4 without and stock without, training; then passes over one batch.
 
     The passes over one batch without an optimizer step are alike only if every replay begins with fresh state.
     """
-    common = {"with_mask": True, "graphable": True}
+    common = {"with_mask": True, "graphable": True, "sequence_parallel": sequence_parallel}
     stock = train(build(setting, **common), None, steps=STEPS, microbatches=MICROBATCHES)
     eager = train(build(setting, **common), echo4(setting), steps=STEPS, microbatches=MICROBATCHES)
     trained = graphed(setting, steps=STEPS)
@@ -40,14 +40,25 @@ def eager_and_graphed(setting: Setting, graphed: Callable[..., Run], **options: 
     }
 
 
+@case("graphs_sp_local")
+def graphs_sp_local(setting: Setting) -> dict[str, Any]:
+    return graphs_local(setting, sequence_parallel=True)
+
+
+@case("graphs_sp_full_iteration")
+def graphs_sp_full_iteration(setting: Setting) -> dict[str, Any]:
+    return graphs_full_iteration(setting, sequence_parallel=True)
+
+
 @case("graphs_local")
-def graphs_local(setting: Setting) -> dict[str, Any]:
+def graphs_local(setting: Setting, sequence_parallel: bool = False) -> dict[str, Any]:
     """Megatron's own graphs, one a layer: the first step is eager and captures in its end."""
 
     def graphed(setting: Setting, **options: Any) -> Run:
         from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
-        trainer = build(setting, with_mask=True, cuda_graph_impl="local", cuda_graph_warmup_steps=2)
+        model = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 2, "sequence_parallel": sequence_parallel}
+        trainer = build(setting, with_mask=True, **model)
         try:
             return train(trainer, echo4(setting), microbatches=MICROBATCHES, **options)
         finally:
@@ -55,7 +66,7 @@ def graphs_local(setting: Setting) -> dict[str, Any]:
             delete_cuda_graphs()
             torch.cuda.set_stream(torch.cuda.default_stream())
 
-    return eager_and_graphed(setting, graphed)
+    return eager_and_graphed(setting, graphed, sequence_parallel)
 
 
 @case("graphs_te")
@@ -91,13 +102,14 @@ def graphs_te(setting: Setting) -> dict[str, Any]:
 
 
 @case("graphs_full_iteration")
-def graphs_full_iteration(setting: Setting) -> dict[str, Any]:
+def graphs_full_iteration(setting: Setting, sequence_parallel: bool = False) -> dict[str, Any]:
     """One graph of a whole step without the optimizer, captured in the third step."""
 
     def graphed(setting: Setting, **options: Any) -> Run:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
-        trainer: Trainer = build(setting, with_mask=True, cuda_graph_impl="full_iteration")
+        model = {"cuda_graph_impl": "full_iteration", "sequence_parallel": sequence_parallel}
+        trainer: Trainer = build(setting, with_mask=True, **model)
         wrapper = FullCudaGraphWrapper(trainer.schedule, cuda_graph_warmup_steps=2)
         trainer.schedule = wrapper
         try:
@@ -107,4 +119,4 @@ def graphs_full_iteration(setting: Setting) -> dict[str, Any]:
             wrapper.reset_cuda_graph()
             StaticBufferLoader.static_buffers = {"training": [], "validation": []}
 
-    return eager_and_graphed(setting, graphed)
+    return eager_and_graphed(setting, graphed, sequence_parallel)

@@ -126,6 +126,26 @@ def seed_everything(setting: Setting, graphs: bool) -> None:
         seed_all(1234)
 
 
+def experts(setting: Setting, config: Any) -> nn.Module:
+    """Every MLP is a layer of experts."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    chosen = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
+    if setting.layers == "te":
+        spec = specs.get_gpt_layer_with_transformer_engine_spec(**chosen)
+    else:
+        spec = specs.get_gpt_layer_local_spec(**chosen, normalization="RMSNorm")
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=setting.vocab,
+        max_sequence_length=4 * setting.sequence,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+
+
 def gpt(setting: Setting, config: Any, *, tied: bool = False) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec

@@ -108,6 +108,7 @@ def run_cases(rank: int, world_size: int, folder: str, names: Sequence[str], set
     if setting.on_gpu:
         import transformer_engine.pytorch  # noqa: F401  # before Megatron looks for it
     import te_graph_cases  # noqa: F401  # adds its cases
+    import te_sequence_cases  # noqa: F401
     from megatron.core import parallel_state
     from te_cases import CASES
 

@@ -21,6 +21,7 @@ from echo_megatron.process_group import EchoProcessGroup
 class Call:
     """What one site's call saw on this rank."""
 
+    collective: str
     site: Any
     x: Tensor
     y: Tensor
@@ -34,7 +35,8 @@ class Run:
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    num_calls: list[int] = field(default_factory=list)  # of the transport, by step
+    num_calls: list[int] = field(default_factory=list)  # that sum, of the transport, by step
+    num_gathers: list[int] = field(default_factory=list)
     echo_modules: list[str] = field(default_factory=list)
     transport: str = ""
 
@@ -122,6 +124,7 @@ def train(
     for step in range(steps):
         before_step(step)
         run.num_calls.append(0)
+        run.num_gathers.append(0)
         run.losses += run_step(trainer, 0 if same_batch else step, microbatches=microbatches, update=update)
         run.gradients.append(gradients(trainer))
     if trainer.setting.on_gpu:
@@ -142,18 +145,24 @@ def echo_modules(model: nn.Module) -> list[str]:
 
 
 def _count_calls(transport: Any, run: Run, record: bool) -> None:
-    original = transport.all_reduce
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        setattr(transport, name, _counting(name, getattr(transport, name), run, record))
+
+
+def _counting(name: str, original: Callable[..., Any], run: Run, record: bool) -> Callable[..., Any]:
+    counts = run.num_gathers if name == "all_gather" else run.num_calls
 
     def counting(x: Tensor, site: Any, *rest: Any, **named: Any) -> Any:
-        run.num_calls[-1] += 1
+        counts[-1] += 1
         kept = x.detach().clone() if record else None
-        reduced = original(x, site, *rest, **named)
+        result = original(x, site, *rest, **named)
         if kept is not None:
             stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
-            run.calls.append(Call(site, kept, reduced.output.detach().clone(), stream))
-        return reduced
+            output = getattr(result, "output", result)
+            run.calls.append(Call(name, site, kept, output.detach().clone(), stream))
+        return result
 
-    transport.all_reduce = counting
+    return counting
 
 
 # -- comparing
