@@ -293,27 +293,39 @@ def test_refusals_come_before_the_first_setting(
     assert not (tmp_path / "r.json").exists()
 
 
-def _evaluates(config: PretrainConfig) -> int:
-    """On two ranks, then alone: the second process drops torchrun's environment and simulates."""
-    command = ["--model", str(config.run_dir), "--settings", "16bit", "echo4", "echo4_paper", "--context", "600"]
-    command += ["--tokens", "1200", "--out", config.runs_dir, "--name", "r"]
-    rank = int(os.environ["RANK"])
-    if status := evaluate_cli.main(command):
+COMMON = ("--settings", "16bit", "echo4", "echo4_paper", "--context", "600", "--tokens", "1200")
+
+
+def _evaluates_run(config: PretrainConfig) -> int:
+    command = ["--model", str(config.run_dir), *COMMON, "--out", config.runs_dir, "--name", "run"]
+    return _on_ranks_then_alone(command, command)
+
+
+def _evaluates_hf(config: PretrainConfig) -> int:
+    folder = Path(config.runs_dir)
+    command = ["--model", str(folder / "hf"), "--data", str(folder / "validation"), *COMMON, "--out", str(folder)]
+    return _on_ranks_then_alone([*command, "--name", "hf_real"], [*command, "--name", "hf_simulated"])
+
+
+def _on_ranks_then_alone(on_ranks: list[str], alone: list[str]) -> int:
+    """The second process then drops torchrun's environment and simulates."""
+    status = evaluate_cli.main(on_ranks)
+    if os.environ["RANK"] == "0":
         return status
-    if rank == 1:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]
-        return evaluate_cli.main([*command, "--world-sizes", "2"])
-    return 0
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    return max(status, evaluate_cli.main([*alone, "--world-sizes", "2"]))
 
 
-def test_a_runs_checkpoint_on_real_and_simulated_ranks(tmp_path: Path) -> None:
+def test_a_run_and_a_hugging_face_folder_on_real_and_simulated_ranks(tmp_path: Path) -> None:
     options = ("trainer.max_steps=2", "trainer.val_interval=0", "trainer.save_interval=0")
     config = make_config(tmp_path, write_tokens(tmp_path), "tiny", *options)
+    make_model(tmp_path / "hf")
     assert train(config) == [0, 0]
     log = tmp_path / "tiny.log"
-    assert train(config, work=_evaluates) == [0, 0], log.read_text()
-    content = json.loads((tmp_path / "r.json").read_text())
+    for work in (_evaluates_run, _evaluates_hf):
+        assert train(config, work=work) == [0, 0], log.read_text()
+    content = json.loads((tmp_path / "run.json").read_text())
     assert content["settings"]["model"] == "tiny, step 2" and content["settings"]["data"] == "validation"
     losses = {(row["setting"], row["ranks"]): row["loss"] for row in content["rows"]}
     assert len(losses) == 6 and {row["P"] for row in content["rows"]} == {2}
@@ -322,3 +334,10 @@ def test_a_runs_checkpoint_on_real_and_simulated_ranks(tmp_path: Path) -> None:
     assert losses["echo4", "real"] != losses["16bit", "real"]
     assert {row["transport"] for row in content["rows"]} == {None, "collective"}
     assert [run["command"].split()[0] for run in content["runs"]] == ["torchrun", "echo-megatron"]
+
+    contents = {kind: json.loads((tmp_path / f"hf_{kind}.json").read_text()) for kind in ("real", "simulated")}
+    engines = {kind: content["settings"]["engine"] for kind, content in contents.items()}
+    assert engines == {"real": "megatron-core, local layers", "simulated": "transformers"}
+    found = {kind: {row["setting"]: row["loss"] for row in content["rows"]} for kind, content in contents.items()}
+    assert found["real"]["16bit"] == pytest.approx(found["simulated"]["16bit"], rel=1e-5), "the same model"
+    assert all(rows["echo4"] != rows["16bit"] for rows in found.values())

