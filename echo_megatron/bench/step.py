@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,15 +38,20 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
         "--settings", nargs="+", help="these and nccl16 at every load; default all, at loads above 0 the three of them"
     )
     parser.add_argument(
-        "--loads", "--load", nargs="+", type=_load, default=list(LOADS), help="duty cycles of the copies, in per cent"
+        "--loads",
+        "--load",
+        nargs="+",
+        type=load_percent,
+        default=list(LOADS),
+        help="duty cycles of the copies, in per cent",
     )
     parser.add_argument(
-        "--layers", type=_positive, help="transformer layers; default the model's; fewer where they do not fit"
+        "--layers", type=positive, help="transformer layers; default the model's; fewer where they do not fit"
     )
-    parser.add_argument("--batch", type=_positive, help="sequences; default by model")
-    parser.add_argument("--sequence", type=_positive, help="tokens of a sequence; default by model")
-    parser.add_argument("--rounds", type=_positive, default=4, help="visits to every setting, at each load, at most")
-    parser.add_argument("--steps", type=_positive, default=1, help="timed steps of a visit, and timed prefills")
+    parser.add_argument("--batch", type=positive, help="sequences; default by model")
+    parser.add_argument("--sequence", type=positive, help="tokens of a sequence; default by model")
+    parser.add_argument("--rounds", type=positive, default=4, help="visits to every setting, at each load, at most")
+    parser.add_argument("--steps", type=positive, default=1, help="timed steps of a visit, and timed prefills")
     parser.add_argument("--budget-s", type=float, default=380.0, help="seconds that the parts are fitted into")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="how long a rank waits for another")
     parser.add_argument("--transport", choices=list(TransportName.__members__), default="auto", help="of Echo's")
@@ -74,21 +79,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "bench_step.py") ->
             file=sys.stderr,
         )
         return 2
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's order of communication; read by CUDA
-    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    use_cuda = torch.cuda.device_count() >= world_size
-    device = torch.device("cuda", rank) if use_cuda else torch.device("cpu")
-    peer = torch.device("cuda", (rank + 1) % world_size) if use_cuda else device
-    load = Load(device, peer) if any(options.loads) else None  # its process starts while this one imports
-    try:
-        return _measure(options, device, load, start)
-    except ValueError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if load is not None:
-            load.close()
+
+    def run(device: torch.device, ranks: Ranks, load: Load | None) -> int:
+        from echo_megatron.bench.step_run import StepBench
+
+        return StepBench(options, device, ranks, load, start).run()
+
+    return on_ranks(run, any(options.loads), options.timeout_s)
 
 
 def render(path: Path) -> None:
@@ -100,7 +97,37 @@ def render(path: Path) -> None:
     step_figure.draw(path.with_suffix(".png"), results)
 
 
-def _measure(options: argparse.Namespace, device: torch.device, load: Load | None, start: float) -> int:
+def on_ranks(run: Callable[[torch.device, Ranks, Load | None], int], has_load: bool, timeout_s: float) -> int:
+    """Runs a bench on torchrun's processes, which become one tensor-parallel group.
+
+    Args:
+        run: of this rank's device, the ranks' agreements and its copier; returns the exit status.
+        has_load: whether there is a copier.
+        timeout_s: how long a rank waits for another.
+
+    Returns:
+        The exit status: 2 where `run` refuses by a ValueError.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's order of communication; read by CUDA
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    use_cuda = torch.cuda.device_count() >= world_size
+    device = torch.device("cuda", rank) if use_cuda else torch.device("cpu")
+    peer = torch.device("cuda", (rank + 1) % world_size) if use_cuda else device
+    load = Load(device, peer) if has_load else None  # its process starts while this one imports
+    try:
+        return _on_rank(run, device, load, timeout_s)
+    except ValueError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if load is not None:
+            load.close()
+
+
+def _on_rank(
+    run: Callable[[torch.device, Ranks, Load | None], int], device: torch.device, load: Load | None, timeout_s: float
+) -> int:
     if int(os.environ["RANK"]):
         warnings.filterwarnings("ignore")  # the first rank's are enough
     quieten_libraries()
@@ -114,33 +141,30 @@ def _measure(options: argparse.Namespace, device: torch.device, load: Load | Non
         importlib.import_module("transformer_engine.pytorch")  # before Megatron-core looks for it
     from megatron.core import parallel_state
 
-    from echo_megatron.bench.step_run import StepBench
-
-    timeout = timedelta(seconds=options.timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     # No device_id: a gloo group beside a bound default group would be asked to connect on the GPU.
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=dist.get_world_size(),
-            distributed_timeout_minutes=max(1, round(options.timeout_s / 60)),
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
         # Longer than anything else waits: a rank that failed at once meets those that waited for it in vain.
-        ranks = Ranks(dist.new_group(backend="gloo", timeout=3 * timeout))
-        return StepBench(options, device, ranks, load, start).run()
+        return run(device, Ranks(dist.new_group(backend="gloo", timeout=3 * timeout)), load)
     finally:
         gc.collect()  # a model's last references: its groups end before torch.distributed does
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
     return int(text)
 
 
-def _load(text: str) -> int:
+def load_percent(text: str) -> int:
     if not text.isdecimal() or int(text) > 100:
         raise argparse.ArgumentTypeError(f"expected a duty cycle of 0 to 100 per cent, got {text!r}")
     return int(text)

@@ -1,30 +1,27 @@
 """One rank's run of `bench_step`: the link, then every model at every load, then its profile.
 
-A part that fails is named in `left_out`, and the next one runs; a rank that waits in vain ends, by NCCL's time-out.
+See `parts.PartedBench` for what happens where a part fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from echo_megatron.bench import step_profile, step_tables
+from echo_megatron.bench.parts import FAILURES, PartedBench
 from echo_megatron.bench.step_load import Copied, Load, Loaded
 from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers, layers_kind
 from echo_megatron.bench.step_settings import NCCL, SKIPPED, Setting, all_settings, installed, memory_of, num_sites
 from echo_megatron.bench.step_timing import Block, Ranks, Shares, fits, time_block
 from echo_megatron.config import TransportName
-from echo_megatron.result_files import made_by, write_results
 
-UNRECORDED = ("render", "commit")  # options that say nothing about the results
 LOADED = (NCCL, "echo4", SKIPPED)  # settings at loads above 0
 PROFILED = (NCCL, "echo4")
 MARGIN_BYTES = 4 << 30  # that a 16-bit step must not need: Echo's state and workspace, and holes between tensors
@@ -33,7 +30,6 @@ LINK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 LINK_CALLS, LINK_WARMUP, LINK_ALONE_S = 20, 5, 0.25
 # How long parts take, in visits of a setting.
 LINK_WEIGHT, BUILD_WEIGHT, PROFILE_WEIGHT = 2.0, 4.0, 3.0
-FAILURES = (RuntimeError, ValueError, AssertionError)
 
 METHOD = (
     "All {world_size} ranks are one tensor-parallel group; {precision}, {layers} layers, random weights. step_ms: "
@@ -48,7 +44,7 @@ METHOD = (
 )
 
 
-class StepBench:
+class StepBench(PartedBench):
     """One rank of a run.
 
     Args:
@@ -62,11 +58,12 @@ class StepBench:
         ValueError: a setting's name is unknown.
     """
 
+    script = "scripts/bench_step.py"
+
     def __init__(
         self, options: argparse.Namespace, device: torch.device, ranks: Ranks, load: Load | None, start: float
     ) -> None:
-        self.options, self.device, self.ranks, self.load = options, device, ranks, load
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.options, self.device = options, device
         known = all_settings(options.timeout_s, TransportName[options.transport])
         if unknown := sorted(set(options.settings or []) - set(known)):
             raise ValueError(f"--settings: expected some of {', '.join(known)}; got {', '.join(unknown)}")
@@ -79,17 +76,16 @@ class StepBench:
             *([PROFILE_WEIGHT] if self._profiles else []),
         ]
         weights = [LINK_WEIGHT, *(per_model * len(options.models))]
-        self.shares = Shares(options.budget_s, start, weights, ranks)
+        super().__init__(options, device, ranks, load, Shares(options.budget_s, start, weights, ranks))
         self.models: dict[str, dict[str, Any]] = {}
         self.echo: dict[str, str] = {}
         self.links: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         self.profiles: list[dict[str, Any]] = []
-        self.left_out: dict[str, str] = {}
 
     def run(self) -> int:
         """All parts; returns the exit status: 1 where a part failed or nothing was measured."""
-        failed = not self._guarded("link", self._measure_link)
+        failed = not self.guarded("link", self._measure_link)
         for name in self.options.models:
             failed |= not self._run_model(name)
         if self.rank == 0:
@@ -98,15 +94,8 @@ class StepBench:
 
     def results(self) -> dict[str, Any]:
         """The content of the JSON."""
-        options = {name: value for name, value in vars(self.options).items() if name not in UNRECORDED}
-        packages = ("torch", "megatron-core", "transformer-engine", "triton")
-        made = made_by("scripts/bench_step.py", options, self.device, *packages)
-        made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {self.world_size}", 1)
-        made["commit"] = self.options.commit or made["commit"]
         return {
-            **made,
-            "date": datetime.now(UTC).date().isoformat(),
-            "world_size": self.world_size,
+            **self.made(),
             "method": METHOD.format(
                 world_size=self.world_size,
                 steps=self.options.steps,
@@ -122,6 +111,10 @@ class StepBench:
             "left_out": self.left_out,
         }
 
+    def markdown(self, results: Mapping[str, Any]) -> str:
+        """The page beside it."""
+        return step_tables.markdown(results)
+
     @property
     def _profiles(self) -> bool:
         return not self.options.no_profile and self.device.type == "cuda"
@@ -130,28 +123,6 @@ class StepBench:
         all_loads = load == 0 or self.options.settings is not None
         return [setting for setting in self.settings if all_loads or setting.name in LOADED]
 
-    def _guarded(self, part: str, run: Callable[[float], str | None]) -> bool:
-        """Runs a part with its deadline and writes what there is; returns whether it did not fail on any rank."""
-        start, deadline = time.monotonic(), self.shares.next_deadline()
-        error, words = None, None
-        if deadline is None:
-            self.left_out[part] = f"--budget-s {self.options.budget_s:g}"
-        else:
-            try:
-                words = run(deadline)
-            except FAILURES as caught:
-                error = f"{type(caught).__name__}: {caught}"
-        if failed := self.ranks.any(error is not None):
-            self.left_out[part] = error or "failed on another rank"
-        if self.rank == 0:
-            now = time.monotonic()
-            said = self.left_out.get(part) or words
-            print(f"{self.shares.elapsed_here(now):6.1f} s  {part}: {said}  ({now - start:.1f} s)", flush=True)
-            if self.options.out:
-                results = self.results()
-                write_results(self.options.out, self.options.name, results, step_tables.markdown(results))
-        return not failed
-
     # -- the link
 
     def _measure_link(self, deadline: float) -> str:
@@ -159,18 +130,18 @@ class StepBench:
         tensor = torch.zeros(LINK_BYTES[self.device.type] // 2, dtype=torch.bfloat16, device=self.device)
         for load in self.options.loads:
             with Loaded(self.load, load, self.ranks):
-                before = self._look()
+                before = self.look()
                 time.sleep(LINK_ALONE_S)
-                alone = self._copied(before)
+                alone = self.copied(before)
                 for _ in range(LINK_WARMUP):
                     dist.all_reduce(tensor)
-                before = self._look()
+                before = self.look()
                 times = [time_block(lambda: dist.all_reduce(tensor), 1, self.device).ms for _ in range(LINK_CALLS)]
-                beside = self._copied(before)
+                beside = self.copied(before)
             ms, alone_rate, rate = (
                 self.ranks.largest([statistics.median(times)])[0],
-                self._mean(alone.gb_per_s),
-                self._mean(beside.gb_per_s),
+                self.mean(alone.gb_per_s),
+                self.mean(beside.gb_per_s),
             )
             first = self.links[0]["all_reduce_ms"] if self.links and self.links[0]["load"] == 0 else None
             slowdown = ms / first if first else (1.0 if load == 0 else None)
@@ -181,27 +152,17 @@ class StepBench:
                     "slowdown": slowdown,
                     "copy_alone_gb_per_s": alone_rate,
                     "copy_gb_per_s": rate,
-                    "busy": self._mean(alone.busy),
+                    "busy": self.mean(alone.busy),
                 }
             )
         return ", ".join(f"{link['load']} %: {link['all_reduce_ms']:.2f} ms" for link in self.links)
-
-    def _look(self) -> tuple[float, float, float]:
-        return (time.perf_counter(), 0.0, 0.0) if self.load is None else self.load.look()
-
-    def _copied(self, before: tuple[float, float, float]) -> Copied:
-        """What this rank's copier did since."""
-        return Copied(0.0, 0.0) if self.load is None else self.load.since(before)
-
-    def _mean(self, value: float) -> float:
-        return self.ranks.sum(value) / self.world_size
 
     # -- a model
 
     def _run_model(self, name: str) -> bool:
         """Builds a model and measures it; returns whether no part failed."""
         self._workload: Workload | None = None
-        ok = self._guarded(name, lambda deadline: self._build(name))
+        ok = self.guarded(name, lambda deadline: self._build(name))
         workload = self._workload
         if workload is None:
             self.shares.drop(len(self.options.loads) + self._profiles)
@@ -209,12 +170,12 @@ class StepBench:
         self._failed: dict[str, str] = {}
         for load in self.options.loads:
             part = f"{name}, load {load}"
-            ok &= self._guarded(part, lambda deadline, load=load: self._measure(name, workload, load, deadline))
+            ok &= self.guarded(part, lambda deadline, load=load: self._measure(name, workload, load, deadline))
         if self._profiles:
-            ok &= self._guarded(f"{name}, profile", lambda deadline: self._profile(name, workload))
+            ok &= self.guarded(f"{name}, profile", lambda deadline: self._profile(name, workload))
         ok &= not self._failed
         self._workload = workload = None
-        self._free()
+        self.free()
         return ok
 
     def _build(self, name: str) -> str:
@@ -238,7 +199,7 @@ class StepBench:
             too_large, failed = self.ranks.largest([float(not fits_here), float(error is not None)])
             if too_large or failed:
                 self._workload = None
-                self._free()
+                self.free()
             if failed:
                 raise RuntimeError(error or "failed on another rank")
             return not too_large
@@ -298,7 +259,7 @@ class StepBench:
         error = None
         if self.device.type == "cuda":
             if with_memory or torch.cuda.mem_get_info()[0] < ROOM_BYTES:
-                self._free(workload)
+                self.free(workload.model)
             torch.cuda.reset_peak_memory_stats()
         # Nothing within `try` agrees among the ranks: one that fails would answer in another's place.
         try:
@@ -306,9 +267,9 @@ class StepBench:
                 if installation is not None and installation.communicator is not None:
                     self.echo[setting.name] = installation.communicator.describe()
                 workload.step()
-                before = self._look()
+                before = self.look()
                 step = time_block(workload.step, self.options.steps, self.device)
-                copied = self._copied(before)
+                copied = self.copied(before)
                 loss, peaks, echo = workload.loss(), self._peaks(with_memory), memory_of(installation)
                 workload.prefill()
                 forward = time_block(workload.prefill, self.options.steps, self.device)
@@ -318,12 +279,12 @@ class StepBench:
             error = f"{type(caught).__name__}: {caught}"
         if self.ranks.any(error is not None):
             self._failed[setting.name] = error or "failed on another rank"
-            self._free(workload)
+            self.free(workload.model)
             return None
         return {
             "step": Block(*self.ranks.largest([step.ms, step.wall_ms])),
             "forward": Block(*self.ranks.largest([forward.ms, forward.wall_ms])),
-            "copied": Copied(self._mean(copied.gb_per_s), self._mean(copied.busy)),
+            "copied": Copied(self.mean(copied.gb_per_s), self.mean(copied.busy)),
             "loss": loss,
             "memory": {name: int(self.ranks.largest([most])[0]) for name, most in peaks.items()} | echo,
         }
@@ -358,12 +319,3 @@ class StepBench:
                 )
                 words.append(f"{setting.name} {direction} {profile['call_ms']:.3f} ms")
         return "a call: " + ", ".join(words)
-
-    def _free(self, workload: Workload | None = None) -> None:
-        """Drops gradients and gives cached memory back."""
-        if workload is not None:
-            workload.model.zero_grad(set_to_none=True)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()

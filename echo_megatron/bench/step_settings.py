@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import EchoConfig, StateDtype, TransportName
+from echo_megatron.config import Collective, EchoConfig, StateDtype, TransportName
 from echo_megatron.integrations.linears import set_tensor_parallel_group, tensor_parallel_group
 from echo_megatron.integrations.megatron import Installation, install
 from echo_megatron.integrations.megatron_sites import find_sites
@@ -61,7 +61,7 @@ class SkippingCommunicator:
         self.num_skipped = 0
         self.site_groups: list[EchoProcessGroup] = []
 
-    def min_bytes(self, dtype: torch.dtype) -> int:
+    def min_bytes(self, dtype: torch.dtype, collective: Collective = Collective.all_reduce) -> int:
         return 0
 
     def sums_exactly(self, x: Tensor) -> bool:

@@ -196,15 +196,11 @@ class InferenceModel:
     def sent_bytes(self, batch: int, sequence: int) -> int:
         """Bytes that this rank sends at the sites in one forward pass: a prefill, or with `sequence` 1 a decode step.
 
-        What is too small to be quantized counts as a ring all-reduce, or as the p2p transport's exact sum.
+        See `forward_sent_bytes`.
         """
-        communicator = self.installation.communicator
-        if communicator is None:
-            return 0
         config = self.gpt.config
         x = torch.empty(sequence, batch, config.hidden_size, dtype=config.params_dtype, device="meta")
-        forward = (site for site in self.installation.sites if site.direction is Direction.forward)
-        return sum(_num_sent_bytes(communicator, site, x) for site in forward)
+        return forward_sent_bytes(self.installation, x)
 
     def _steps(self, tokens: Tensor, max_new_tokens: int, new: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Logits [batch, vocabulary] after the prompt, and after each new token that the caller has added to `new`."""
@@ -272,6 +268,18 @@ def load_model(
     gpt = gpt.to(device)
     use_cached_attention(gpt)
     return gpt, vocab_size
+
+
+def forward_sent_bytes(installation: Installation, x: Tensor) -> int:
+    """Bytes that this rank sends in a forward pass at the sites where Echo is installed, each with a tensor like `x`.
+
+    What is too small to be quantized counts as a ring all-reduce, or as the p2p transport's exact sum.
+    """
+    communicator = installation.communicator
+    if communicator is None:
+        return 0
+    forward = (site for site in installation.sites if site.direction is Direction.forward)
+    return sum(_num_sent_bytes(communicator, site, x) for site in forward)
 
 
 def _num_sent_bytes(communicator: Communicator, site: Site, x: Tensor) -> int:
