@@ -109,7 +109,7 @@ def install_cpu_shims() -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # (3)
     megatron_random._set_cuda_rng_state = lambda *args, **kwargs: None
-    WrappedTorchNorm.__new__ = TorchNorm.__new__  # type: ignore[assignment]  # (7)
+    WrappedTorchNorm.__new__ = TorchNorm.__new__  # (7)
     _CudaToCpu().__enter__()
 
 

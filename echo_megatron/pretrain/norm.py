@@ -17,7 +17,7 @@ class TorchNorm:
     `sequence_parallel`, as those of Transformer Engine and Apex do.
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> nn.Module:
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> Any:
         """
         Args:
             config: a TransformerConfig.
