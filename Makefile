@@ -57,7 +57,7 @@ $(MEGATRON_FOLDER)/.installed: $(TEST_STAMP)
 	@touch $@
 
 test-megatron: $(MEGATRON_FOLDER)/.installed ## Megatron-core's tests on another of its versions (VERSION=0.16.1)
-	PYTHONPATH=$(MEGATRON_FOLDER) $(BIN)/python -m pytest $(addprefix tests/test_megatron,.py _models.py) $(PYTEST_ARGS)
+	PYTHONPATH=$(MEGATRON_FOLDER) $(BIN)/python -m pytest $(addprefix tests/test_megatron,.py _models.py _sequence.py) $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

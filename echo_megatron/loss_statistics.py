@@ -249,7 +249,7 @@ def _labels(arms: list[list[LossRun]]) -> list[str]:
 _WORDS = {
     "eta=0": "without compensation",
     "eta=0.0": "without compensation",
-    "sequence_parallel": "with sequence parallelism",
+    "sequence_parallel": "with SP",  # the legend of a figure is narrow
 }
 
 
