@@ -64,7 +64,7 @@ STUDIES = {
             "local": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.state_dtype=bf16"),
             "compact": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.state_dtype=compact"),
             # All of the last site's residual and nothing of earlier ones: no averages.
-            "last": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.eta=1.0", "tp_comm.a=1.0", "tp_comm.beta1=0.0"),
+            "last": ("tp_comm=echo4", "tp_comm.eta=1.0", "tp_comm.a=1.0", "tp_comm.beta1=0.0"),
             "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus", "tp_comm.state_dtype=bf16"),
             "local_consensus": (
                 "tp_comm=echo4",
