@@ -1,4 +1,4 @@
-"""Several runs of `echo-megatron lm-eval` in one process, or on torchrun's ranks: FOLDER, then NAME=MODEL_ARGS of each.
+"""Runs of `echo-megatron lm-eval`, several in one process or one on torchrun's ranks: FOLDER, NAME=MODEL_ARGS of each.
 
 The model is `echo_megatron`; for a NAME that begins with hf it is the harness's own.
 """

@@ -133,8 +133,8 @@ class Decoding:
         return chosen
 
     @contextmanager
-    def graph(self) -> Iterator[Callable[[], object]]:
-        """The first step as a CUDA graph, to replay; every replay decodes the same place again."""
+    def graph(self) -> Iterator[Callable[[], Tensor]]:
+        """The first step as a CUDA graph; every replay decodes the same place again, into the same tensor."""
         stream = torch.cuda.Stream(self._serving.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -147,9 +147,14 @@ class Decoding:
         self.restart()
         # Of this thread: NCCL's own watches the collectives of others.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.step()
+            chosen = self.step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return chosen
+
         try:
-            yield graph.replay
+            yield replay
         finally:
             torch.cuda.synchronize(self._serving.device)
             graph.reset()

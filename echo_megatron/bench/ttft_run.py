@@ -155,7 +155,8 @@ class TtftBench(PartedBench):
 
         settings = [setting for setting in self.settings if setting.name != ALL4]
         with Loaded(self.load, load, self.ranks):
-            found = self._rounds(serving, settings, self.options.batches, sequence, visit, deadline)
+            part = f"{name}, prefill at load {load}"
+            found = self._rounds(part, serving, settings, self.options.batches, sequence, visit, deadline)
         for (setting, batch), visits in found.items():
             copied = [Copied(self.mean(v["copied"].gb_per_s), self.mean(v["copied"].busy)) for v in visits]
             row = {"model": name, "setting": setting, "load": load, "batch": batch, "sequence": sequence}
@@ -184,7 +185,8 @@ class TtftBench(PartedBench):
                     found["graph"] = time_block(replay, count, self.device)
             return found
 
-        found = self._rounds(serving, self.settings, self.options.decode_batches, 1, visit, deadline)
+        part = f"{name}, decode"
+        found = self._rounds(part, serving, self.settings, self.options.decode_batches, 1, visit, deadline)
         for (setting, batch), visits in found.items():
             row = {"model": name, "setting": setting, "batch": batch, "context": context}
             kinds = {f"{kind}_": kind for kind in ttft_tables.KINDS if kind in visits[0]}
@@ -195,6 +197,7 @@ class TtftBench(PartedBench):
 
     def _rounds(
         self,
+        part: str,
         serving: Serving,
         settings: Sequence[Setting],
         batches: Sequence[int],
@@ -210,13 +213,14 @@ class TtftBench(PartedBench):
             for setting in [*settings[turn:], *settings[:turn]]:
                 if setting.name in self._failed:
                     continue
-                for batch, values in self._visit(serving, setting, batches, sequence, visit).items():
+                for batch, values in self._visit(part, serving, setting, batches, sequence, visit).items():
                     found.setdefault((setting.name, batch), []).append(values)
             seconds.append(self.shares.elapsed() - start)
         return found
 
     def _visit(
         self,
+        part: str,
         serving: Serving,
         setting: Setting,
         batches: Sequence[int],
@@ -244,7 +248,7 @@ class TtftBench(PartedBench):
             error = f"{type(caught).__name__}: {caught}"
         if self.ranks.any(error is not None):
             self._failed[setting.name] = error or "failed on another rank"
-            self.left_out[f"{setting.name}, {sequence} tokens a pass"] = self._failed[setting.name]
+            self.left_out[f"{part}: {setting.name}"] = self._failed[setting.name]
             serving.forget()
             self.free()
             return {}

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from echo_megatron.communicator import Communicator
 from echo_megatron.config import Direction, EchoConfig
-from echo_megatron.evaluate.checkpoint import find_checkpoint, is_run, load_run
-from echo_megatron.evaluate.hf import load_hf
 from echo_megatron.evaluate.simulated_megatron import SimulatedMegatron
 from echo_megatron.integrations.megatron import Installation, install
 from echo_megatron.integrations.megatron_sites import transformer_layers
@@ -255,6 +253,10 @@ def load_model(
     Raises:
         ValueError: as `load_hf`, or as `find_checkpoint` and `load_run`.
     """
+    # Here, because they import packages that a model which was built otherwise does not need.
+    from echo_megatron.evaluate.checkpoint import find_checkpoint, is_run, load_run
+    from echo_megatron.evaluate.hf import load_hf
+
     if is_run(Path(folder_or_name)):
         from megatron.core import parallel_state
 
