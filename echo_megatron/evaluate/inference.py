@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ class InferenceModel:
         self._wrapper_class = require(wrappers, "GPTInferenceWrapper")
         self._mode = require("megatron.core.inference.utils", "InferenceMode")
         self._sample = require("megatron.core.inference.sampling.torch_sampling", "TorchSampling").sample_from_logits
-        self.gpt: Any = gpt.eval()
+        self.gpt = cast(Any, gpt.eval())
         self.vocab_size: int = self.gpt.vocab_size if vocab_size is None else vocab_size
         self._simulation = None
         if simulated_ranks is not None:
