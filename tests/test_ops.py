@@ -88,12 +88,12 @@ class TestLoaded:
 
     @pytest.mark.parametrize(("name", "share", "whole"), [("reduce_scatter", 512, 2048), ("all_gather", 2048, 3072)])
     def test_tracing_refuses_a_share_of_another_size(self, name: str, share: int, whole: int) -> None:
-        y = torch.empty(share if name == "reduce_scatter" else whole, dtype=torch.bfloat16)
+        num_values = share if name == "reduce_scatter" else whole
         with (
             FakeTensorMode(),
             pytest.raises(RuntimeError, match=rf"{name}: expected one of 2 shares of {whole} of .*, got {share} of"),
         ):
-            call(name, torch.empty(64, 32, dtype=torch.bfloat16), torch.empty_like(y))
+            call(name, torch.empty(64, 32, dtype=torch.bfloat16), torch.empty(num_values, dtype=torch.bfloat16))
 
     @pytest.mark.parametrize("name", ["all_reduce", "exact_all_reduce"])
     @pytest.mark.parametrize("y", [{"size": 2047, "dtype": torch.bfloat16}, {"size": 2048, "dtype": torch.float32}])
