@@ -59,7 +59,7 @@ class Communicator:
         self.site_groups: list[Any] = []  # the `EchoProcessGroup`s that send their sums here
         self._is_recomputed = is_recomputed
         self._clocks = {direction: PassClock() for direction in Direction}
-        self._compensators = {direction: Compensator(config) for direction in Direction}
+        self._compensators = {direction: Compensator(config, direction) for direction in Direction}
         if group.rank() == 0:
             logger.info("%s", self.describe())
 
@@ -69,7 +69,7 @@ class Communicator:
         by_message = self.transport.algorithm is Algorithm.auto
         why = "chosen by message" if by_message else f"at {self.group.size()} ranks"
         compensation = (
-            f"{_residuals(config)}, eta {config.eta:g}, {config.state_dtype.name} state"
+            f"{_residuals(config)}, eta {config.eta:g}, {_state_dtypes(config)} state"
             if config.compensates
             else "no compensation"
         )
@@ -245,6 +245,11 @@ def _without_grad() -> AbstractContextManager[None]:
 def _residuals(config: EchoConfig) -> str:
     forward, backward = (config.residual_of(direction).name for direction in Direction)
     return f"{forward} residual" if forward == backward else f"{forward} residual forward and {backward} backward"
+
+
+def _state_dtypes(config: EchoConfig) -> str:
+    forward, backward = (config.state_dtype_of(direction).name for direction in Direction)
+    return forward if forward == backward else f"{forward} forward and {backward} backward"
 
 
 def _copied(x: Tensor, out: Tensor | None) -> Tensor:

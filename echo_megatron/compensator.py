@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echo_megatron.config import EchoConfig
+from echo_megatron.config import Direction, EchoConfig
 from echo_megatron.state import State, make_state
 
 
@@ -29,16 +29,17 @@ class Compensator:
 
     Args:
         config: eta, a, beta1, beta2 and the state's dtype.
+        direction: whose state it is.
     """
 
-    def __init__(self, config: EchoConfig) -> None:
+    def __init__(self, config: EchoConfig, direction: Direction = Direction.forward) -> None:
         eta, a, beta1, beta2 = config.eta, config.a, config.beta1, config.beta2
         self.correction_decay = beta1
         self.correction_from_average = eta * (1 - a) * (beta2 - beta1)
         self.correction_from_residual = eta * (a * (1 - beta1) + (1 - a) * (1 - beta2))
         self.average_decay = beta2
         self.average_from_residual = 1 - beta2
-        self.dtype = config.state_dtype
+        self.dtype = config.state_dtype_of(direction)
         self._state: State | None = None
         self._raw: Tensor | None = None
         self._captured: dict[tuple[object, ...], Tensor] = {}  # by size and device

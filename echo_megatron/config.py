@@ -108,7 +108,7 @@ class EchoConfig:
         beta1: decay of the slow average, in [0, 1) (paper Eqn. 11).
         beta2: decay of the fast average, in [0, 1).
         state_dtype: storage of the compensator's state: 4 bytes a value in bf16, 8 in fp32, 1.625 in compact, which
-            rounds too coarsely for the consensus residual.
+            rounds too coarsely for the consensus residual. None: compact for the local residual, bf16 for consensus.
         min_bytes: messages smaller than this many bytes stay at full precision: the group's own all-reduce, or the p2p
             transport's exact sum where that is faster. None: what was measured for the transport; with p2p the size
             up to which the exact sum takes no longer than a quantized one.
@@ -137,7 +137,7 @@ class EchoConfig:
     a: float = 0.35
     beta1: float = 0.7
     beta2: float = 0.3
-    state_dtype: StateDtype = StateDtype.bf16
+    state_dtype: StateDtype | None = None
     min_bytes: int | None = None
     directions: list[Direction] = field(default_factory=lambda: list(Direction))
     phases: list[Phase] = field(default_factory=lambda: list(Phase))
@@ -154,6 +154,8 @@ class EchoConfig:
             self._require_int("early_bits", legal=QUANTIZED_BITS)
         if self.backward_residual is not None:
             self.backward_residual = Residual(_to_enum("backward_residual", Residual, self.backward_residual))
+        if self.state_dtype is not None:
+            self.state_dtype = StateDtype(_to_enum("state_dtype", StateDtype, self.state_dtype))
         for name, kind in _ENUM_FIELDS.items():
             setattr(self, name, _to_enum(name, kind, getattr(self, name)))
         for name, kind in (("directions", Direction), ("phases", Phase)):
@@ -172,8 +174,14 @@ class EchoConfig:
             raise ValueError(
                 "state_dtype: expected bf16 or fp32 with residual=consensus, got compact: that residual is as large as "
                 "the contribution, and rounding its state that coarsely doubles or triples the accumulated error; set "
-                "residual=local or state_dtype=bf16"
+                "residual=local, or leave state_dtype out"
             )
+
+    def state_dtype_of(self, direction: Direction) -> StateDtype:
+        """How the state of a direction is stored."""
+        if self.state_dtype is not None:
+            return self.state_dtype
+        return StateDtype.bf16 if self.residual_of(direction) is Residual.consensus else StateDtype.compact
 
     @property
     def quantizes(self) -> bool:
@@ -252,7 +260,6 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "transport": TransportName,
     "residual": Residual,
     "rescale": Rescale,
-    "state_dtype": StateDtype,
 }
 
 _PAPER: dict[str, Any] = {

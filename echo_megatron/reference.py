@@ -160,7 +160,7 @@ class SimulatedGroup:
         self.world_size = world_size
         self.config = config
         self.algorithm = choose_algorithm(config, world_size)
-        self.compensators = {direction: Compensator(config) for direction in Direction}
+        self.compensators = {direction: Compensator(config, direction) for direction in Direction}
         self._clocks = {direction: PassClock() for direction in Direction}
 
     def all_reduce(self, contributions: Sequence[Tensor], site: Site) -> Tensor:

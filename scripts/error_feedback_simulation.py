@@ -30,14 +30,14 @@ DEGREES_OF_FREEDOM = 5
 ARMS: dict[str, EchoConfig] = {
     "zero_aware none": EchoConfig.preset("echo4_paper", eta=0.0),
     "zero_aware consensus": EchoConfig.preset("echo4_paper"),
-    "zero_aware local": EchoConfig.preset("echo4_paper", residual="local"),
+    "zero_aware local": EchoConfig.preset("echo4_paper", residual="local", state_dtype="bf16"),
     "rotated none": EchoConfig.preset("echo4", eta=0.0),
     "rotated consensus": EchoConfig.preset("echo4", residual="consensus"),
-    "rotated local": EchoConfig.preset("echo4"),
+    "rotated local": EchoConfig.preset("echo4", state_dtype="bf16"),
     "zero_aware local fp32": EchoConfig.preset("echo4_paper", residual="local", state_dtype="fp32"),
     "zero_aware local compact": EchoConfig.preset("echo4_paper", residual="local", state_dtype="compact"),
     "rotated local fp32": EchoConfig.preset("echo4", state_dtype="fp32"),
-    "rotated local compact": EchoConfig.preset("echo4", state_dtype="compact"),
+    "rotated local compact": EchoConfig.preset("echo4"),
 }
 # Columns of the tables and the arm of each, without its family.
 RESIDUALS = {"none": "none", "consensus": "consensus", "local": "local"}
@@ -122,7 +122,7 @@ def _row(setup: Setup, arm: str, values: list[float]) -> dict[str, Any]:
         "rho": setup.rho,
         "arm": arm,
         "algorithm": SimulatedGroup(setup.world_size, ARMS[arm]).algorithm.name,
-        "state_dtype": ARMS[arm].state_dtype.name if ARMS[arm].compensates else None,
+        "state_dtype": ARMS[arm].state_dtype_of(Direction.forward).name if ARMS[arm].compensates else None,
         "mean": mean,
         "sd": statistics.stdev(values) if len(values) > 1 else None,
         "prototype": prototype,

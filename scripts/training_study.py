@@ -61,17 +61,12 @@ STUDIES = {
         arms={
             "nccl": ("tp_comm=nccl",),
             "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0"),
-            "local": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.state_dtype=bf16"),
-            "compact": ("tp_comm=echo4", "tp_comm.residual=local", "tp_comm.state_dtype=compact"),
+            "local": ("tp_comm=echo4",),
+            "local_bf16": ("tp_comm=echo4", "tp_comm.state_dtype=bf16"),
             # All of the last site's residual and nothing of earlier ones: no averages.
             "last": ("tp_comm=echo4", "tp_comm.eta=1.0", "tp_comm.a=1.0", "tp_comm.beta1=0.0"),
-            "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus", "tp_comm.state_dtype=bf16"),
-            "local_consensus": (
-                "tp_comm=echo4",
-                "tp_comm.residual=local",
-                "tp_comm.backward_residual=consensus",
-                "tp_comm.state_dtype=bf16",
-            ),
+            "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus"),
+            "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus"),
             "paper": ("tp_comm=echo4_paper",),
         },
         seeds=(1, 2, 3),

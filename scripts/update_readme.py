@@ -20,7 +20,9 @@ from typing import Any
 
 from echo_megatron.bench import targets
 from echo_megatron.bench.rows import LARGE_SIZES, SMALL_SIZES
+from echo_megatron.bench.step_tables import load_table
 from echo_megatron.bench.tables import MATMULS, overview_table, provenance
+from echo_megatron.evaluate.tables import summary
 from echo_megatron.loss_table import header, row
 from echo_megatron.result_files import markdown_table, provenance_lines
 from echo_megatron.run_folder import write_atomic
@@ -50,14 +52,47 @@ class Block:
 
 def quickstart(results: Results, folder: str) -> list[str]:
     """Losses, bytes and speed of the arms; differences with their noise; remarks."""
-    left_out = {"max lr", "steps", "step 1000"}
+    lines = _loss_lines(results, {"max lr", "steps", "step 1000"})
+    notes = [entry["sentence"] for entry in results["differences"]] + list(results["remarks"])
+    return [*lines, *(f"- {note}" for note in notes), "", _runs_provenance(results["runs"], f"{folder}/quickstart")]
+
+
+def training_study(results: Results, folder: str) -> list[str]:
+    """Losses of the arms over seeds, and what each differs from 16 bits by."""
+    left_out = {"seeds", "max lr", "steps", "step 1000", "TP bytes sent per rank", "tokens/s"}
+    against_16bit = [entry for entry in results["differences"] if entry["other"] == results["baseline"]]
+    stem = f"{folder}/training_study"
+    return [
+        *_loss_lines(results, left_out),
+        *(f"- {entry['sentence']}" for entry in against_16bit),
+        "",
+        f"[All differences]({stem}.md). {_runs_provenance(results['runs'], stem)}",
+    ]
+
+
+def step_h200x2(results: Results, folder: str) -> list[str]:
+    """Step and time to first token by load, with the bound and the paper's beside them."""
+    loads = [f"{link['load']} %: {link['slowdown']:.2f}" for link in results["links"]]
+    return [
+        f"P = {results['world_size']}, random weights. The bound is a run that leaves the sites' sums out. Slowdown of "
+        f"a 16-bit all-reduce of {results['link_bytes'] // MIB:,} MiB by the copies beside it: {', '.join(loads)}.",
+        "",
+        *load_table(results["rows"], "step"),
+        "",
+        *load_table(results["rows"], "forward"),
+        "",
+        f"In these rows echo4 is `{results['echo']['echo4']}`.",
+        "",
+        f"[All settings, calls in place, memory]({folder}/step_h200x2.md). {provenance_lines(results)[0]}",
+    ]
+
+
+def _loss_lines(results: Results, left_out: set[str]) -> list[str]:
     columns = header(dict(results))
     kept = [idx for idx, column in enumerate(columns) if column not in left_out]
     rows = [[cells[idx] for idx in kept] for cells in (row(arm) for arm in results["arms"])]
-    lines = [f"{results['title']}. {results['caption']}", ""]
-    lines += markdown_table([columns[idx] for idx in kept], rows)
-    notes = [entry["sentence"] for entry in results["differences"]] + list(results["remarks"])
-    return [*lines, "", *(f"- {note}" for note in notes), "", _runs_provenance(results["runs"], f"{folder}/quickstart")]
+    table = markdown_table([columns[idx] for idx in kept], rows)
+    return [f"{results['title']}. {results['caption']}", "", *table, ""]
 
 
 def error_feedback_simulation(results: Results, folder: str) -> list[str]:
@@ -66,7 +101,7 @@ def error_feedback_simulation(results: Results, folder: str) -> list[str]:
         "zero_aware none": "paper's quantizer, no compensation",
         "zero_aware consensus": "paper's quantizer, consensus residual (the paper)",
         "rotated none": "rotated, no compensation",
-        "rotated local": "rotated, local residual (`echo4`)",
+        "rotated local compact": "rotated, local residual (`echo4`)",
     }
     rhos = sorted({entry["rho"] for entry in results["rows"]})
     values = {(entry["world_size"], entry["rho"], entry["arm"]): entry["mean"] for entry in results["rows"]}
@@ -154,7 +189,7 @@ def all_reduce_h200x2(results: Results, folder: str) -> list[str]:
     return [
         f"One call at P = {results['world_size']}: ms, and in brackets how many times faster than NCCL in that run. "
         "The rows `echo4` and `echo8` are without compensation, `_local` with it: the preset `echo4` is `echo4_local "
-        "(rotated, bf16)`. After a row's name stand the quantizer and how the compensator's state is stored. "
+        "(rotated, compact)`. After a row's name stand the quantizer and how the compensator's state is stored. "
         f"`_critical` is the time added between two matmuls, {MATMULS}'s. Echo's rows are held to the reference, bit "
         "for bit, before they are timed. "
         f"Measured in the same run: {', '.join(bounds) or 'no ceilings'}.",
@@ -168,6 +203,11 @@ def all_reduce_h200x2(results: Results, folder: str) -> list[str]:
     ]
 
 
+def evaluation(results: Results, folder: str) -> list[str]:
+    """Perplexity by setting and P, and the ablation beside the paper's."""
+    return [*summary(results), "", *provenance_lines(results["runs"][-1])]
+
+
 def all_reduce_targets(results: Results, folder: str) -> list[str]:
     """What the kernels were meant to reach, beside what was measured."""
     return targets.lines(results)
@@ -178,6 +218,13 @@ BLOCKS = {
     "quickstart": Block(
         quickstart, "make quickstart ABLATION=1 && cp runs/quickstart/comparison.json docs/results/quickstart.json"
     ),
+    "training_study": Block(
+        training_study, "torchrun --nproc-per-node 2 scripts/training_study.py --results docs/results"
+    ),
+    "step_h200x2": Block(
+        step_h200x2, "torchrun --nproc-per-node 2 scripts/bench_step.py --out docs/results --name step_h200x2"
+    ),
+    "ablation_smollm2_135m": Block(evaluation, "python scripts/ablation_smollm2.py --text TEXT"),
     "quantizer_study": Block(quantizer_study, "python scripts/quantizer_study.py --text TEXT"),
     "error_feedback_simulation": Block(error_feedback_simulation, "python scripts/error_feedback_simulation.py"),
     "all_reduce_h200x2": Block(all_reduce_h200x2, ALL_REDUCE),
@@ -268,7 +315,7 @@ def _body(name: str, results_dir: Path, allow_missing: bool) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fill the results of README.md from docs/results/*.json.")
-    pages = [ROOT / "README.md", ROOT / "docs" / "bench.md"]
+    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("bench.md", "evaluate.md"))]
     parser.add_argument("--readme", type=Path, nargs="+", default=pages, help="pages with blocks")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument(

@@ -240,10 +240,10 @@ class TestTables:
 class TestOptions:
     def test_settings(self) -> None:
         settings = all_settings(60.0, TransportName.p2p)
-        assert list(settings) == ["nccl16", "echo4", "echo4_compact", "echo8", "skipped"]
-        compact = settings["echo4_compact"].config
-        assert compact is not None and compact.state_dtype is StateDtype.compact
-        assert compact.timeout_s == 60 and compact.transport is TransportName.p2p
+        assert list(settings) == ["nccl16", "echo4", "echo4_bf16", "echo8", "skipped"]
+        in_bf16 = settings["echo4_bf16"].config
+        assert in_bf16 is not None and in_bf16.state_dtype is StateDtype.bf16
+        assert in_bf16.timeout_s == 60 and in_bf16.transport is TransportName.p2p
         assert settings["nccl16"].config is None and settings["skipped"].config is None
 
     def test_loads(self) -> None:
@@ -422,9 +422,9 @@ class TestRun:
         assert ran.returncode == 0, ran.stderr
         results = json.loads((tmp_path / "step.json").read_text())
         rows = {row["setting"]: row for row in results["rows"]}
-        assert list(rows) == ["nccl16", "echo4", "echo4_compact", "echo8", "skipped"]
+        assert list(rows) == ["nccl16", "echo4", "echo4_bf16", "echo8", "skipped"]
         assert all(row["step_ms"] > row["forward_ms"] > 0 and row["rounds"] == 1 for row in rows.values())
-        assert rows["echo4"]["state_bytes"] > rows["echo4_compact"]["state_bytes"] > rows["nccl16"]["state_bytes"] == 0
+        assert rows["echo4_bf16"]["state_bytes"] > rows["echo4"]["state_bytes"] > rows["nccl16"]["state_bytes"] == 0
         native = rows["nccl16"]["loss"]
         assert 0 < abs(rows["echo4"]["loss"] - native) < 0.02  # it is quantized, and sums
         assert abs(rows["skipped"]["loss"] - native) > abs(rows["echo8"]["loss"] - native)

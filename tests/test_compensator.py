@@ -130,7 +130,7 @@ def test_first_site_reads_nothing_and_resets_forget(dtype):
 
 
 def test_another_shape_starts_a_new_pass():
-    compensator = Compensator(EchoConfig())
+    compensator = Compensator(EchoConfig(state_dtype="bf16"))
     compensator.apply(torch.randn(10))
     compensator.update(torch.ones(10))
     x = torch.randn(12)
@@ -197,7 +197,7 @@ def test_another_raw_layout_starts_a_new_pass(key, num_bytes, device):
 
 
 def test_a_pass_does_not_mix_raw_and_plain_state():
-    compensator, x = Compensator(EchoConfig()), torch.randn(12)
+    compensator, x = Compensator(EchoConfig(state_dtype="bf16")), torch.randn(12)
     compensator.apply(x)
     compensator.update(torch.ones(12))
     compensator.raw_state((12,), 48, torch.device("cpu"))

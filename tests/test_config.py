@@ -20,7 +20,7 @@ def test_presets_are_the_specs():
     for name in ("echo4", "echo8", "echo4_paper", "echo8_paper"):
         config = EchoConfig.preset(name)
         assert (config.eta, config.a, config.beta1, config.beta2) == (0.75, 0.35, 0.7, 0.3)
-        assert config.state_dtype is StateDtype.bf16 and config.transport is TransportName.auto
+        assert config.state_dtype is None and config.transport is TransportName.auto
         assert config.directions == list(Direction) and config.phases == list(Phase)
         assert config.bits == (8 if "8" in name else 4)
 
@@ -73,7 +73,7 @@ def test_unknown_names_are_refused():
 
 def test_compact_state_needs_the_local_residual():
     assert EchoConfig(state_dtype="compact").state_dtype is StateDtype.compact
-    message = "state_dtype: expected bf16 or fp32 with residual=consensus, got compact: .* set residual=local or"
+    message = "state_dtype: expected bf16 or fp32 with residual=consensus, got compact: .* set residual=local, or"
     with pytest.raises(ValueError, match=message):
         EchoConfig.preset("echo4_paper", state_dtype="compact")
     with pytest.raises(ValueError, match=message):
@@ -84,6 +84,8 @@ def test_each_direction_has_its_residual():
     config = EchoConfig(backward_residual="consensus")
     assert [config.residual_of(direction) for direction in Direction] == [Residual.local, Residual.consensus]
     assert {EchoConfig().residual_of(direction) for direction in Direction} == {Residual.local}
+    assert [config.state_dtype_of(direction) for direction in Direction] == [StateDtype.compact, StateDtype.bf16]
+    assert {config.replace(state_dtype="fp32").state_dtype_of(direction) for direction in Direction} == {StateDtype.fp32}
     with pytest.raises(ValueError, match="backward_residual: expected one of local, consensus, got 'both'"):
         EchoConfig(backward_residual="both")
     with pytest.raises(ValueError, match="state_dtype: expected bf16 or fp32 with residual=consensus"):

@@ -173,7 +173,7 @@ def test_values_outside_the_grid_and_groups_that_vanish():
 @pytest.mark.parametrize("num_values", [5, 4096, 40_003])
 def test_corrections_are_read_out_of_tiles_by_segment(algorithm, num_values):
     """Two-shot fills every segment up to whole tiles; tests/test_cuda_host.py holds a tile's layout to the kernels."""
-    config, world_size = EchoConfig(state_dtype=StateDtype.fp32), 3
+    world_size = 3
     expected = torch.arange(num_values, dtype=torch.float32) + 1
     rows = 1 if algorithm is Algorithm.one_shot else world_size
     length = num_values if rows == 1 else math.ceil(math.ceil(num_values / 32) / world_size) * 32
@@ -181,7 +181,7 @@ def test_corrections_are_read_out_of_tiles_by_segment(algorithm, num_values):
     filled = torch.nn.functional.pad(filled, (0, -length % 4096), value=math.nan)
     blocks = filled.view(rows, -1, 128, 8, 4).transpose(2, 3).reshape(rows, -1, 4096)  # chunk after chunk
     state = torch.cat((blocks, torch.full_like(blocks, math.nan)), dim=-1).view(torch.uint8).flatten()
-    assert torch.equal(read_correction(state, config, algorithm, world_size, num_values), expected)
+    assert torch.equal(read_correction(state, 32, StateDtype.fp32, algorithm, world_size, num_values), expected)
 
 
 # -- on process groups

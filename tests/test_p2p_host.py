@@ -194,7 +194,7 @@ def make_transport(config: EchoConfig) -> P2PTransport:
 
 
 def make_rank(config: EchoConfig) -> Rank:
-    return Rank(make_transport(config), {direction: Compensator(config) for direction in Direction})
+    return Rank(make_transport(config), {direction: Compensator(config, direction) for direction in Direction})
 
 
 def site(idx: int = 0, direction: Direction = FORWARD, **options: Any) -> Site:
@@ -213,7 +213,7 @@ def sizes(config: EchoConfig, num_values: int, algorithm: Algorithm, bits: int =
     )
     records = tiles * (len(PEERS) if algorithm is Algorithm.one_shot else 1)
     return (
-        tiles * library.state_tile_bytes(index_of(config.state_dtype)),
+        tiles * library.state_tile_bytes(index_of(config.state_dtype_of(FORWARD))),
         records * library.slot_bytes(bits, policy, config.group_size),
     )
 
@@ -228,7 +228,7 @@ def options(config: EchoConfig, site: Site, choice: Choice, fresh: bool) -> dict
         "algorithm": index_of(choice.algorithm),
         "residual": index_of(config.residual),
         "rescale": index_of(config.rescale),
-        "state_dtype": index_of(config.state_dtype),
+        "state_dtype": index_of(config.state_dtype_of(site.direction)),
         "fresh": fresh,
         "coefficients": Compensator(config).coefficients if config.compensates else [0.0] * 5,
         "site": [site.idx, index_of(site.direction), site.chunk],
@@ -457,7 +457,7 @@ class TestConsensus:
                 "policy": index_of(CONSENSUS.policy),
                 "group_size": CONSENSUS.group_size,
                 "algorithm": index_of(Algorithm.two_shot),
-                "state_dtype": index_of(CONSENSUS.state_dtype),
+                "state_dtype": index_of(CONSENSUS.state_dtype_of(FORWARD)),
                 "fresh": fresh,
                 "coefficients": Compensator(CONSENSUS).coefficients,
             }
@@ -557,7 +557,7 @@ class TestShares:
         for where in sites:
             output = rank.transport.reduce_scatter(x, where, compensator)
             assert output.shape == (12_500, 8) and output.dtype == x.dtype and (output == SUM).all()
-        tile_bytes = torch.ops.echo_megatron.state_tile_bytes(index_of(config.state_dtype))
+        tile_bytes = torch.ops.echo_megatron.state_tile_bytes(index_of(config.state_dtype_of(FORWARD)))
         for idx, (call, where) in enumerate(zip(calls, sites, strict=True)):
             assert call.name == "reduce_scatter" and call["x"] is x
             assert call["state"] is calls[0]["state"]
@@ -632,7 +632,7 @@ class TestShares:
 
     def test_correction_of_a_reduce_scatter_by_share(self, calls):
         """Zeros for the rank's own share, of which it rounds nothing; each share to the end of its last block."""
-        rank, x = make_rank(LOCAL), values(3 * 100_001)
+        rank, x = make_rank(LOCAL.replace(state_dtype=StateDtype.bf16)), values(3 * 100_001)
         compensator, kind = rank.compensators[FORWARD], Collective.reduce_scatter
         assert rank.transport.correction(x, site(0), compensator, kind) is None
         rank.transport.reduce_scatter(x, site(0), compensator)
@@ -658,7 +658,9 @@ class TestShares:
 class TestCorrection:
     """What the next call adds, for diagnostics."""
 
-    @pytest.mark.parametrize("config", [LOCAL, CONSENSUS], ids=["local", "consensus"])
+    @pytest.mark.parametrize(
+        "config", [LOCAL.replace(state_dtype=StateDtype.bf16), CONSENSUS], ids=["local", "consensus"]
+    )
     def test_it_is_read_behind_what_writes_it_and_where_the_next_call_reads(self, calls, config):
         rank, x = make_rank(config), values(100_001)
         compensator = rank.compensators[FORWARD]

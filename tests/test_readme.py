@@ -32,6 +32,7 @@ from echo_megatron.config import (
     StateDtype,
     TransportName,
 )
+from echo_megatron.evaluate.settings import parse_setting
 from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import make_quantizer
 from echo_megatron.workspace import MAX_DEPTH, TEAMS_A_BLOCK
@@ -122,7 +123,47 @@ ALL_REDUCE = {
         )
     ],
 }
+EVALUATION = {
+    "settings": {
+        "model": "small",
+        "tokens": 4096,
+        "data": "wiki",
+        "note": "test",
+        "context": 1024,
+        "precision": "fp32",
+        "num_sites": 60,
+    },
+    "runs": [MADE],
+    "rows": [
+        {
+            "setting": setting,
+            "key": f"P={size} simulated {parse_setting(setting).key}",
+            "P": size,
+            "ranks": "simulated",
+            "bits_a_value": bits,
+            "perplexity": perplexity,
+            "delta_percent": delta,
+        }
+        for setting, size, bits, perplexity, delta in (
+            ("16bit", 2, 16.0, 21.2, None),
+            ("16bit", 4, 16.0, 21.2, None),
+            ("echo4", 2, 4.28, 21.6, 1.887),
+            ("echo4", 4, 4.28, None, None),
+            ("echo4_paper,policy=naive", 4, 4.28, 39.5, 86.3),
+        )
+    ],
+}
 EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ablation_smollm2_135m": (
+        EVALUATION,
+        [
+            "small, 4,096 tokens of wiki (test) in windows of 1,024, fp32, 60 sites.",
+            "| 16bit | 16.00 | 21.200 | 21.200 |",
+            "| echo4 | 4.28 | 21.600 (+1.89 %) | not finite |",
+            "| naive asymmetric | 39.500 (+86.30 %) |  | 7.296 |",
+            "at commit abc",
+        ],
+    ),
     "quickstart": (
         {
             "title": "tiny, P = 2",
@@ -135,6 +176,50 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "runs": [MADE, {**MADE, "commit": "def"}],
         },
         ["| echo4 | 1 | 5.5000 | +0.0123 | +0.22 |", "- In fp32 32 bits.", "commit abc; def"],
+    ),
+    "training_study": (
+        {
+            "title": "small, P = 2",
+            "caption": "Data: books.",
+            "windows": {"tail": 83},
+            "validation_step": 250,
+            "baseline": "nccl",
+            "arms": [ARM],
+            "differences": [
+                {"other": "nccl", "sentence": "echo4 − nccl: +0.0123"},
+                {"other": "echo4", "sentence": "last − echo4: 26.44"},
+            ],
+            "remarks": [],
+            "runs": [MADE],
+        },
+        ["| echo4 | 5.5000 | +0.0123 | +0.22 | 5.5000 | 0.200 |", "- echo4 − nccl: +0.0123", "commit abc"],
+    ),
+    "step_h200x2": (
+        {
+            **MADE,
+            "world_size": 2,
+            "link_bytes": 2**30,
+            "links": [{"load": 0, "slowdown": 1.0}, {"load": 100, "slowdown": 1.25}],
+            "echo": {"echo4": "echo: 4-bit rotated"},
+            "rows": [
+                {
+                    "model": "llama3_8b",
+                    "setting": setting,
+                    "load": 0,
+                    **{f"{what}_ms": ms for what in ("step", "forward")},
+                    **{f"{what}_speedup": 400.0 / ms for what in ("step", "forward")},
+                    **{f"{what}_share": share for what in ("step", "forward")},
+                }
+                for setting, ms, share in (("nccl16", 400.0, 0.0), ("echo4", 380.0, 0.5), ("skipped", 360.0, 1.0))
+            ],
+        },
+        [
+            "0 %: 1.00, 100 %: 1.25.",
+            "| llama3_8b | 16 bits, ms | 400.0 |",
+            "| llama3_8b | echo4, speed-up | 1.053 |",
+            "| llama3_8b | paper, speed-up | 1.090 |",
+            "echo: 4-bit rotated",
+        ],
     ),
     "all_reduce_h200x2": (
         ALL_REDUCE,
@@ -211,7 +296,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
 class TestUpdateReadme:
     def test_the_readme_is_up_to_date(self, updater: ModuleType) -> None:
         assert updater.main(["--check"]) == 0
-        shown = README + (ROOT / "docs" / "bench.md").read_text()
+        shown = README + "".join((ROOT / "docs" / name).read_text() for name in ("bench.md", "evaluate.md"))
         assert {found["name"] for found in updater.BLOCK.finditer(shown)} == set(updater.BLOCKS)
 
     @pytest.mark.parametrize("name", EXAMPLES)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from echo_megatron.config import Algorithm, EchoConfig, Policy, Residual, StateDtype
+from echo_megatron.config import NATIVE_BITS, Algorithm, Direction, EchoConfig, Policy, Residual, StateDtype
 
 KIB, MIB = 1 << 10, 1 << 20
 LARGE_SIZES = tuple(mib * MIB for mib in (64, 128, 256, 512, 1024))
@@ -70,7 +70,7 @@ class Row:
         """None for rows without compensation."""
         if self.kind is Kind.unfused:
             return StateDtype.bf16.name
-        return self.config.state_dtype.name if self.config and self.config.compensates else None
+        return self.config.state_dtype_of(Direction.forward).name if self.config and self.config.compensates else None
 
     @property
     def key(self) -> str:
@@ -96,10 +96,10 @@ def all_rows() -> list[Row]:
         *(Row(f"two_collective_{bits}", Kind.two_collective, bits) for bits in (8, 4)),
         Row("flashinfer_fp8", Kind.flashinfer, 8),
         *(row for policy in (Policy.rotated, Policy.zero_aware) for row in _echo_rows(policy)),
-        Row("echo4_paper", Kind.echo, 4, EchoConfig.preset("echo4_paper")),
-        Row("echo8_paper", Kind.echo, 8, EchoConfig.preset("echo8_paper")),
+        Row("echo4_paper", Kind.echo, 4, EchoConfig.preset("echo4_paper", gather_bits=NATIVE_BITS)),
+        Row("echo8_paper", Kind.echo, 8, EchoConfig.preset("echo8_paper", gather_bits=NATIVE_BITS)),
         Row("nccl16_critical", Kind.nccl, critical=True, smallest=LARGE_SIZES[0]),
-        _critical("echo4_paper_critical", EchoConfig.preset("echo4_paper")),
+        _critical("echo4_paper_critical", EchoConfig.preset("echo4_paper", gather_bits=NATIVE_BITS)),
     ]
 
 
@@ -137,7 +137,7 @@ def parse_size(text: str) -> int:
 
 
 def _echo_rows(policy: Policy) -> list[Row]:
-    echo4 = EchoConfig(policy=policy, group_size=32 if policy is Policy.rotated else 128)
+    echo4 = EchoConfig(policy=policy, group_size=32 if policy is Policy.rotated else 128, gather_bits=NATIVE_BITS)
     echo8 = echo4.replace(bits=8)
     # As in the paper's Table 2; the tuning tables are for compensated calls.
     none = {"eta": 0.0, "algorithm": Algorithm.two_shot}

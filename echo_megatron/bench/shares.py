@@ -54,7 +54,8 @@ def all_rows() -> list[Row]:
     ]
     for policy in (Policy.rotated, Policy.zero_aware):
         config = EchoConfig(policy=policy, group_size=32 if policy is Policy.rotated else 128)
-        scattered = [config.replace(eta=0.0), config, config.replace(state_dtype=StateDtype.compact)]
+        stored = (config.replace(state_dtype=dtype) for dtype in (StateDtype.bf16, StateDtype.compact))
+        scattered = [config.replace(eta=0.0), *stored]
         rows += [Row("echo4_reduce_scatter", Kind.reduce_scatter, 4, one) for one in scattered]
         rows += [Row(f"echo{bits}_all_gather", Kind.all_gather, bits, config.replace(gather_bits=bits, eta=0.0))
                  for bits in (8, 4)]  # fmt: skip

@@ -12,7 +12,7 @@ from echo_megatron.bench.step_tables import BOUND, ECHO, NATIVE, QUANTITIES
 from echo_megatron.figures import COLOURS
 
 BOUND_COLOUR = "0.78"
-MORE = {"echo8": COLOURS["echo8"], "echo4_compact": "#56B4E9"}
+MORE = {"echo8": COLOURS["echo8"], "echo4_bf16": "#56B4E9"}
 WIDTH = 0.8
 
 

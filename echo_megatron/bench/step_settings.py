@@ -42,7 +42,7 @@ def all_settings(timeout_s: float, transport: TransportName) -> dict[str, Settin
     settings = [
         Setting(NCCL),
         Setting("echo4", echo4),
-        Setting("echo4_compact", echo4.replace(state_dtype=StateDtype.compact)),
+        Setting("echo4_bf16", echo4.replace(state_dtype=StateDtype.bf16)),
         Setting("echo8", echo8),
         Setting(SKIPPED),
     ]

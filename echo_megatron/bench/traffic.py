@@ -108,14 +108,14 @@ def share_traffic(row: Row, num_values: int, world_size: int) -> Traffic:
         return Traffic(others * size / world_size, hbm)
     wire = others * make_quantizer(row.config, row.bits).num_bytes(num_values // world_size)
     if row.kind is Kind.reduce_scatter and row.config.compensates:
-        hbm += 2 * sum(STATE_BYTES[row.config.state_dtype]) * num_values * others / world_size
+        hbm += 2 * sum(STATE_BYTES[row.config.state_dtype_of(Direction.forward)]) * num_values * others / world_size
     return Traffic(wire, hbm)
 
 
 def _state_traffic(config: EchoConfig, critical: bool, num_values: int, codes: int) -> float:
     if not config.compensates:
         return 0.0
-    correction, average = (width * num_values for width in STATE_BYTES[config.state_dtype])
+    correction, average = (width * num_values for width in STATE_BYTES[config.state_dtype_of(Direction.forward)])
     if config.residual_of(Direction.forward) is Residual.local:
         return 2 * (correction + average)
     if critical:

@@ -100,7 +100,7 @@ OURS: dict[str, str] = {
     "eta=0.0": "no compensation",
     "eta=0.9": "eta 0.9",
     "eta=1.0,beta1=0.0,beta2=0.0": "full feedback (eta 1, betas 0)",
-    "state_dtype=compact": "compact state",
+    "state_dtype=bf16": "bf16 state",
 }
 
 

@@ -192,14 +192,16 @@ class P2PTransport:
         if self._updates_later(site):
             self._update_of(site).wait(self._stream)
         num_values, algorithm = plan.state_key
-        return read_correction(state, self.config, algorithm, self.world_size, num_values)
+        return read_correction(
+            state, self.config.group_size, compensator.dtype, algorithm, self.world_size, num_values
+        )
 
     def _scattered_correction(self, plan: SharePlan, compensator: Compensator) -> Tensor | None:
         state = compensator.written_state(plan.state_key, plan.num_state_bytes, self._device)
         if state is None:
             return None
         ranks = (self.world_size, self.rank)
-        return read_scattered_correction(state, self.config.state_dtype, *ranks, num_values=plan.state_key[0])
+        return read_scattered_correction(state, compensator.dtype, *ranks, num_values=plan.state_key[0])
 
     def num_sent_bytes(self, x: Tensor, site: Site, collective: Collective = Collective.all_reduce) -> int:
         """See `Transport.num_sent_bytes`."""

@@ -79,7 +79,7 @@ def plan_all_reduce(
         "algorithm": index_of(choice.algorithm),
     }
     records = {**layout, "bits": site.bits}
-    state_dtype = index_of(config.state_dtype)
+    state_dtype = index_of(config.state_dtype_of(site.direction))
     num_tiles = library.call_tiles(num_values, world_size, **layout)
     num_records = num_tiles * (world_size if choice.algorithm is Algorithm.one_shot else 1)
     num_basis_values = make_quantizer(config, config.bits).num_basis_values(num_values)
@@ -133,7 +133,7 @@ def plan_shares(
     }
     num_state_bytes = 0
     if collective is Collective.reduce_scatter:
-        state_dtype = index_of(config.state_dtype)
+        state_dtype = index_of(config.state_dtype_of(site.direction))
         num_state_bytes = library.scatter_state_tiles(num_share_values, world_size, **layout)
         num_state_bytes *= library.state_tile_bytes(state_dtype)
         options |= {

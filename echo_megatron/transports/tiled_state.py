@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echo_megatron.config import Algorithm, EchoConfig, StateDtype
+from echo_megatron.config import Algorithm, StateDtype
 from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import Segments
 from echo_megatron.state import BLOCK_VALUES
@@ -16,13 +16,14 @@ CODE_OFFSET = 128  # compact: c's codes are stored unsigned
 
 
 def read_correction(
-    state: Tensor, config: EchoConfig, algorithm: Algorithm, world_size: int, num_values: int
+    state: Tensor, group_size: int, dtype: StateDtype, algorithm: Algorithm, world_size: int, num_values: int
 ) -> Tensor:
     """c in the order of the working basis.
 
     Args:
         state: uint8, every segment filled up to whole tiles (one segment for one_shot).
-        config: group size and the state's dtype.
+        group_size: values of a group.
+        dtype: the state's.
         algorithm: of the calls that wrote the state.
         world_size: P.
         num_values: of the working basis.
@@ -34,9 +35,9 @@ def read_correction(
         num_segments, length = 1, num_values
     else:
         num_segments = world_size
-        length = Segments.split(num_values, world_size, config.group_size).length
+        length = Segments.split(num_values, world_size, group_size).length
     tiles = state.view(num_segments, -(-length // TILE_VALUES), -1)
-    values = tile_corrections(tiles, config.state_dtype).flatten(1)
+    values = tile_corrections(tiles, dtype).flatten(1)
     return values[:, :length].flatten()[:num_values]
 
 

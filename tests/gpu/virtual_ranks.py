@@ -315,7 +315,7 @@ class VirtualRank:
         self.rank, self.config, self.memory, self.depth = rank, config, memory, depth
         self.algorithm = choose_algorithm(config, memory.world_size)
         self.clocks = {direction: PassClock() for direction in Direction}
-        self.compensators = {direction: Compensator(config) for direction in Direction}
+        self.compensators = {direction: Compensator(config, direction) for direction in Direction}
         self.states: dict[Direction, tuple[Tensor, int]] = {}
 
     @property
