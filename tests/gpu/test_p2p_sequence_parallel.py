@@ -365,7 +365,10 @@ def test_wrong_tensors_are_named():
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"state_dtype": StateDtype.compact}, {"eta": 0.0, "rescale": Rescale.group}])
+@pytest.mark.parametrize(
+    "options",
+    [{"state_dtype": StateDtype.bf16}, {"state_dtype": StateDtype.compact}, {"eta": 0.0, "rescale": Rescale.group}],
+)
 def test_fifty_replays_on_new_data(world_size, options):
     """A graph a rank of a pass as sequence parallelism makes it; the first calls of all are made inside the capture."""
     config, num_share_values = EchoConfig(**options), 20_008

@@ -27,7 +27,7 @@ TIMEOUT_S = 2.0
 def cases():
     for policy in Policy:
         yield EchoConfig(policy=policy, group_size=32 if "rotated" in policy.name else 128, **P2P)
-    for options in ({"state_dtype": StateDtype.compact}, {"state_dtype": StateDtype.fp32}, {"bits": 8}, {"eta": 0.0}):
+    for options in (*({"state_dtype": dtype} for dtype in StateDtype), {"bits": 8}, {"eta": 0.0}):
         yield EchoConfig(**options, **P2P)
     yield EchoConfig(rescale=Rescale.group, gather_bits=4, **P2P)
 

@@ -77,7 +77,7 @@ class ShareCall:
         if config.compensates:
             self.compensator = compensator
             num_tiles = library.scatter_state_tiles(num_share_values, memory.world_size, **layout)
-            num_bytes = num_tiles * library.state_tile_bytes(index_of(config.state_dtype))
+            num_bytes = num_tiles * library.state_tile_bytes(index_of(config.state_dtype_of(site.direction)))
             num_values = make_quantizer(config, site.bits).num_basis_values(num_share_values)
             self.state = compensator.raw_state((num_values, collective), num_bytes, x.device)
             fresh = compensator.is_fresh
@@ -86,7 +86,7 @@ class ShareCall:
             rank.states[site.direction] = (self.state, num_values)
         self.options |= {
             "residual": index_of(config.residual_of(site.direction)),
-            "state_dtype": index_of(config.state_dtype),
+            "state_dtype": index_of(config.state_dtype_of(site.direction)),
             "fresh": fresh,
             "coefficients": coefficients_of(compensator) if config.compensates else [0.0] * 5,
         }
@@ -168,10 +168,10 @@ class SharingRanks(CheckedRanks):
 
     def scattered_state(self, direction: Direction) -> tuple[Tensor, Tensor]:
         """c and m2 of all ranks after a reduce-scatter, fp32 [P, P, values of a share's basis]; zeros in own shares."""
-        pairs = []
+        pairs, dtype = [], self.virtual.config.state_dtype_of(direction)
         for rank in self.virtual.ranks:
             raw, num_values = rank.states[direction]
-            parts = unpack_state(raw.view(self.virtual.world_size - 1, -1), self.virtual.config.state_dtype)
+            parts = unpack_state(raw.view(self.virtual.world_size - 1, -1), dtype)
             rows = [part[:, :num_values] for part in parts]
             own = torch.zeros_like(rows[0][:1])
             pairs.append([torch.cat((part[: rank.rank], own, part[rank.rank :])) for part in rows])
