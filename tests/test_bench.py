@@ -92,8 +92,8 @@ class TestTraffic:
             (("echo4_consensus_critical", "rotated", "bf16"), "two_shot", 0.5 + 1 / 32 + 16 / 4096, 4 + 2),
             (("echo8_local", "rotated", "bf16"), "two_shot", 1 + 1 / 32 + 16 / 4096, 4 + 8),
             (("echo4_unfused", "rotated", "bf16"), "one_shot", 0.5 + 1 / 32 + 16 / 4096, 38),
-            (("auto", "rotated", "bf16"), "exact", 2, 4),
-            (("auto", "rotated", "bf16"), "native", 2, 4),
+            (("auto", "rotated", "compact"), "exact", 2, 4),
+            (("auto", "rotated", "compact"), "native", 2, 4),
         ],
     )
     def test_bytes(self, row: tuple[str, ...], algorithm: str | None, wire: float, hbm: float) -> None:
