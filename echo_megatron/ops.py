@@ -7,6 +7,7 @@ fake kernel, for tracing without a GPU, checks what the CUDA kernel checks of sh
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -106,7 +107,7 @@ def _nothing(*_: object, **__: object) -> None:
     pass
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., None]] = {
     "all_reduce": _all_reduce,
     "all_reduce_": _nothing,
     "reduce_scatter": _reduce_scatter,
