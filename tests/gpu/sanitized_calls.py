@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 from virtual_ranks import Call, VirtualRanks, VirtualWorkspaces, assert_same_bits, numbers_of
+from virtual_shares import ShareCall, SharingRanks, poisoned_output
 
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
+from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.sites import Site
 
 NUM_VALUES = 20_011
@@ -59,6 +60,27 @@ def calls_of(case, number):
         yield ranks, site, contributions(world_size, dtype, is_misaligned, 10 * number + site.idx), in_place
 
 
+def share_calls():
+    """Reduce-scatters and all-gathers: name, ranks, which, site and inputs; every policy and state with either once."""
+    kinds = (Collective.reduce_scatter, Collective.all_gather)
+    for number, (policy, kind) in enumerate(itertools.product(Policy, kinds)):
+        for shift, world_size in enumerate((2, 3)):
+            config = EchoConfig(
+                policy=policy,
+                rescale=list(Rescale)[(number + shift) % 3],
+                state_dtype=list(StateDtype)[(number // 2 + shift) % 3],
+            )
+            ranks, dtype = SharingRanks(world_size, config, num_blocks=1), (torch.bfloat16, torch.float32)[shift]
+            for site in SITES:
+                xs = contributions(world_size, dtype, shift == 1, 100 + 10 * number + site.idx)
+                num_values = 10_000 if shift == 0 else 9_999  # the second's shares are not on 16 bytes
+                if kind is Collective.reduce_scatter:
+                    xs = [x[: num_values // world_size * world_size] for x in xs]
+                else:
+                    xs = [x[:num_values] for x in xs]
+                yield f"{kind.name}_{policy.name}_{world_size}_{site.idx}", ranks, kind, site, xs
+
+
 def record(folder):
     """Makes every call with all ranks; the workspaces as they are afterwards, and the output."""
     for number, case in enumerate(cases()):
@@ -67,6 +89,11 @@ def record(folder):
             ranks.memory.check()
             after = [buffer.cpu() for buffer in ranks.memory.buffers]
             torch.save({"out": outs[0].cpu(), "workspaces": after}, folder / f"{number}_{site.idx}.pt")
+    for name, ranks, kind, site, xs in share_calls():
+        outs = ranks.run(kind, xs, site)
+        ranks.virtual.memory.check()
+        after = [buffer.cpu() for buffer in ranks.virtual.memory.buffers]
+        torch.save({"outs": [out.cpu() for out in outs], "workspaces": after}, folder / f"{name}.pt")
     ranks = VirtualRanks(2, EchoConfig(), num_blocks=1)
     xs = contributions(2, torch.bfloat16, False, 0)
     out = ranks.exact_all_reduce(xs, SITES[0])[0]
@@ -102,6 +129,17 @@ def replay(folder):
                 assert_same_bits(decoded.cpu(), recorded["out"], f"decoded {what}")
                 num_launches += 1
             ranks.memory.check()
+    for name, sharing, kind, site, xs in share_calls():
+        recorded, memory = torch.load(folder / f"{name}.pt"), sharing.virtual.memory
+        put_into_place(memory, recorded)
+        for rank, x in zip(sharing.virtual.ranks, xs, strict=True):
+            call = ShareCall(rank, x, poisoned_output(x, kind, len(xs)), site, kind)
+            call.launch()
+            call.finish()
+            torch.cuda.synchronize()
+            assert_same_bits(call.out.cpu(), recorded["outs"][rank.rank], f"output of rank {rank.rank}, {name}")
+            num_launches += 1
+        memory.check()
     ranks, recorded = VirtualRanks(2, EchoConfig(), num_blocks=1), torch.load(folder / "exact.pt")
     memory = ranks.memory
     put_into_place(memory, recorded)
@@ -121,7 +159,7 @@ def replay(folder):
         assert_same_bits(out.cpu(), recorded["out"], f"exact output of rank {rank}")
         num_launches += 1
     memory.check()
-    print(f"sanitized_calls.py: {num_launches} launches of the all-reduce kernels, results as recorded")
+    print(f"sanitized_calls.py: {num_launches} launches of the collectives' kernels, results as recorded")
 
 
 if __name__ == "__main__":
