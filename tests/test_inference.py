@@ -197,6 +197,25 @@ def test_simulated_ranks_are_the_ranks(tmp_path: Path) -> None:
         assert tokens == list(simulated[1:])
 
 
+def _of_a_run(rank: int, world_size: int, folder: Path) -> tuple[int, int, list[list[int]]]:
+    initialize(world_size)
+    gpt, vocab_size = load_model(folder, torch.device("cpu"))
+    with InferenceModel(gpt, ECHO4, vocab_size, None if world_size > 1 else 2) as model:
+        return vocab_size, model.logits(torch.tensor([[1, 2]])).size(-1), model.generate([[1, 2, 3]], 3)
+
+
+def test_a_run_folder_is_a_checkpoint(tmp_path: Path) -> None:
+    from pretrain_runs import make_config, train, write_tokens
+
+    options = ("trainer.max_steps=2", "trainer.val_interval=0", "trainer.save_interval=0")
+    config = make_config(tmp_path, write_tokens(tmp_path), "tiny", *options, "data.padded_vocab_size=72")
+    assert train(config) == [0, 0]
+    ranks = run_ranks(_of_a_run, 2, config.run_dir)
+    (simulated,) = run_ranks(_of_a_run, 1, config.run_dir)
+    assert ranks[0] == ranks[1] == simulated
+    assert simulated[:2] == (64, 64)  # without the padding
+
+
 def _mistakes(rank: int, world_size: int, folder: Path) -> None:
     initialize(world_size)
     gpt, vocab_size = load_model(folder, torch.device("cpu"))

@@ -262,7 +262,7 @@ def load_model(
 
         checkpoint = find_checkpoint(Path(folder_or_name))
         tp = parallel_state.get_tensor_model_parallel_world_size()
-        gpt = load_run(checkpoint, tp, checkpoint.precision if dtype is None else dtype, layers)
+        gpt = load_run(checkpoint, tp, checkpoint.precision if dtype is None else dtype, layers, device)
         vocab_size = checkpoint.config.data.vocab_size
     else:
         gpt = load_hf(folder_or_name, layers=layers, dtype=dtype)
