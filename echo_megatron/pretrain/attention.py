@@ -91,7 +91,7 @@ class SdpaCoreAttention(MegatronModule):
         }
         if reasons := [name for name, is_refused in refused.items() if is_refused]:
             raise ValueError(
-                "SdpaCoreAttention is causal attention of whole sequences, or of one position after those of a KV cache; "
+                "SdpaCoreAttention is causal attention of whole sequences, or of one position behind a KV cache; "
                 f"it got {', '.join(reasons)}"
             )
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
