@@ -159,7 +159,8 @@ def pinned(lock: Path) -> dict[str, str]:
 
 class TestLocks:
     def test_there_is_one_for_each_purpose(self) -> None:
-        assert [lock.stem for lock in LOCKS] == ["build", "nemo", "nemo_nodeps", "run", "study", "study_nodeps", "test"]
+        names = ["build", "eval", "nemo", "nemo_nodeps", "run", "study", "study_nodeps", "test"]
+        assert [lock.stem for lock in LOCKS] == names
 
     @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
     def test_pins_everything_and_names_no_index(self, lock: Path) -> None:
@@ -177,15 +178,17 @@ class TestLocks:
         assert run.items() <= test.items()
         assert build.items() <= test.items()
 
-    def test_the_study_changes_no_version_of_the_environment_that_it_is_installed_into(self) -> None:
-        test, study = (pinned(ROOT / "requirements" / f"{name}.txt") for name in ("test", "study"))
-        assert {name: test[name] for name in study.keys() & test.keys()}.items() <= study.items()
+    @pytest.mark.parametrize("name", ["study", "eval"])
+    def test_what_is_added_changes_no_version_of_the_environment_that_it_is_installed_into(self, name: str) -> None:
+        test, added = (pinned(ROOT / "requirements" / f"{lock}.txt") for lock in ("test", name))
+        assert {name: test[name] for name in added.keys() & test.keys()}.items() <= added.items()
 
     def test_every_dependency_of_the_package_is_locked_within_its_bounds(self) -> None:
         from packaging.requirements import Requirement
 
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        for names, lock in ((project["dependencies"], "run"), (project["optional-dependencies"]["test"], "test")):
+        extras = project["optional-dependencies"]
+        for names, lock in ((project["dependencies"], "run"), (extras["test"], "test"), (extras["eval"], "eval")):
             versions = pinned(ROOT / "requirements" / f"{lock}.txt")
             for requirement in map(Requirement, names):
                 name = re.sub(r"[-_.]+", "-", requirement.name).lower()
