@@ -189,7 +189,7 @@ class BlockState {
       m_bound = old_m * k.average_decay + m_bound;
     }
     const uint32_t c_bits = compact_scale_bits(c_bound, 127.0f), m_bits = compact_scale_bits(m_bound, 7.0f);
-    const float c_factor = 1.0f / bf16_value(c_bits), m_factor = 1.0f / bf16_value(m_bits);
+    const float c_factor = compact_factor(c_bits, c_bound), m_factor = compact_factor(m_bits, m_bound);
     uint32_t c_words[8], m_words[4];
     ECHO_UNROLL
     for (int j = 0; j < 4; ++j) {

@@ -16,7 +16,8 @@ Every operation is one FP32 rounding in the order written here, but v * (1/s), w
 whole number; round is half-to-even. |v| <= B, so a code is within the grid and clip changes nothing: bf16 rounds s down
 by at most 2^-8, and 127 (1 + 2^-8) < 127.5. m2's codes are stored as code + 8, two a byte, the even index in the low
 nibble. A block that holds NaN or Inf has a NaN scale and is read back as NaN, whatever its codes; it touches no other
-block.
+block. A finite B of 2^119 or more (6.6e35) feeds nothing back: codes 0, the smallest scale. Kernels read c as a sum of two
+products of 16-bit numbers with s, which would overflow.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ BLOCK_VALUES = 32
 HIGHEST_CORRECTION_CODE = 127
 HIGHEST_AVERAGE_CODE = 7
 AVERAGE_CODE_OFFSET = 8
+HIGHEST_BOUND = 2.0**119
 SMALLEST_SCALE = 2.0**-126  # BF16's smallest normal number: its reciprocal is finite
 
 
@@ -123,8 +125,10 @@ class CompactState:
         correction_bound, average_bound = self._bounds(_blocks(residual).abs().amax(-1), fresh)
         self.correction_scale.copy_(_scale(correction_bound, HIGHEST_CORRECTION_CODE))
         self.average_scale.copy_(_scale(average_bound, HIGHEST_AVERAGE_CODE))
-        self.correction_codes.copy_(_encode(correction, self.correction_scale, HIGHEST_CORRECTION_CODE))
-        stored = (_encode(average, self.average_scale, HIGHEST_AVERAGE_CODE) + AVERAGE_CODE_OFFSET).to(torch.uint8)
+        correction_factor = _factor(self.correction_scale, correction_bound)
+        average_factor = _factor(self.average_scale, average_bound)
+        self.correction_codes.copy_(_encode(correction, correction_factor, HIGHEST_CORRECTION_CODE))
+        stored = (_encode(average, average_factor, HIGHEST_AVERAGE_CODE) + AVERAGE_CODE_OFFSET).to(torch.uint8)
         self.average_codes.copy_(stored[..., 0::2] | (stored[..., 1::2] << 4))
 
     def _bounds(self, amax: Tensor, fresh: bool) -> tuple[Tensor, Tensor]:
@@ -155,14 +159,18 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def _scale(bound: Tensor, highest: int) -> Tensor:
-    scale = divide(bound, highest).clamp_min(SMALLEST_SCALE)
+    scale = divide(bound, highest).clamp_min(SMALLEST_SCALE).where(bound < HIGHEST_BOUND, SMALLEST_SCALE)
     return scale.where(bound < float("inf"), float("nan")).to(torch.bfloat16)  # the comparison is False for NaN, too
 
 
-def _encode(values: Tensor, scale: Tensor, highest: int) -> Tensor:
+def _factor(scale: Tensor, bound: Tensor) -> Tensor:
+    """What values are multiplied by, fp32."""
+    return (1.0 / scale.to(torch.float32)).where(bound < HIGHEST_BOUND, 0.0)
+
+
+def _encode(values: Tensor, factor: Tensor, highest: int) -> Tensor:
     """fp32 [..., n] to whole numbers in fp64 [..., blocks, 32]; FP64 holds the product exactly."""
-    reciprocal = (1.0 / scale.to(torch.float32)).to(torch.float64)
-    codes = (_blocks(values).to(torch.float64) * reciprocal.unsqueeze(-1)).round_()
+    codes = (_blocks(values).to(torch.float64) * factor.to(torch.float64).unsqueeze(-1)).round_()
     return codes.clamp_(-highest, highest).nan_to_num_(nan=0.0)
 
 

@@ -402,7 +402,7 @@ def residual_of(exponent: int, generator: torch.Generator) -> Tensor:
 
 @thorough
 @given(
-    st.sampled_from(STATE_DTYPES), seeds, st.integers(-140, 105), st.integers(1, 8), st.booleans(),
+    st.sampled_from(STATE_DTYPES), seeds, st.integers(-140, 125), st.integers(1, 8), st.booleans(),
     st.floats(0.05, 1), st.floats(0, 1), st.floats(0, 0.95), st.floats(0, 0.95), st.booleans(),
 )  # fmt: skip
 def test_state_over_the_sites_of_a_pass(

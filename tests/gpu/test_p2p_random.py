@@ -35,7 +35,7 @@ def draw_config(draw):
         residual=residual,
         backward_residual=backward_residual,
         rescale=draw.choice(list(Rescale)),
-        state_dtype=draw.choice([StateDtype.bf16, StateDtype.fp32, *compact]),
+        state_dtype=draw.choice([None, StateDtype.bf16, StateDtype.fp32, *compact]),
         eta=draw.choice((0.0, 0.75, 0.75)),
     )
 

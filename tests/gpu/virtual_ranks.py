@@ -64,7 +64,8 @@ def highest_depth(
 ) -> int:
     """The largest depth whose tiles fit into shared memory."""
     residual = index_of(config.residual_of(direction)) if config.compensates else len(Residual)
-    kernel = (bits, index_of(config.policy), index_of(algorithm), residual, index_of(config.state_dtype))
+    kernel = (bits, index_of(config.policy), index_of(algorithm), residual)
+    kernel += (index_of(config.state_dtype_of(direction)),)
     return _highest_depth(*kernel, DTYPES.index(dtype))
 
 
@@ -236,7 +237,7 @@ class Call:
         self.compensator = compensator if config.compensates else None
         self.state, self.fresh, self.coefficients = None, True, [0.0] * 5
         if self.compensator is not None:
-            num_bytes = num_tiles * library.state_tile_bytes(index_of(config.state_dtype))
+            num_bytes = num_tiles * library.state_tile_bytes(index_of(config.state_dtype_of(site.direction)))
             num_values = make_quantizer(config, site.bits).num_basis_values(x.numel())
             self.state = compensator.raw_state((num_values,), num_bytes, x.device)
             self.fresh, self.coefficients = compensator.is_fresh, coefficients_of(compensator)
@@ -256,7 +257,7 @@ class Call:
             "rank": rank.rank,
             "residual": index_of(config.residual_of(site.direction)),
             "rescale": index_of(config.rescale),
-            "state_dtype": index_of(config.state_dtype),
+            "state_dtype": index_of(config.state_dtype_of(site.direction)),
             "fresh": self.fresh,
             "coefficients": self.coefficients,
             "site": numbers_of(site),
@@ -448,7 +449,7 @@ class VirtualRanks:
     def _rank_state(self, rank: VirtualRank, direction: Direction) -> tuple[Tensor, Tensor]:
         raw, num_values = rank.states[direction]
         num_segments, length = self._segments(num_values)
-        c, m2 = unpack_state(raw.view(num_segments, -1), self.config.state_dtype)
+        c, m2 = unpack_state(raw.view(num_segments, -1), self.config.state_dtype_of(direction))
         return tuple(part[:, :length].reshape(-1)[:num_values] for part in (c, m2))
 
     def records(self, rank: int) -> Records:
