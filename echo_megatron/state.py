@@ -16,8 +16,8 @@ Every operation is one FP32 rounding in the order written here, but v * (1/s), w
 whole number; round is half-to-even. |v| <= B, so a code is within the grid and clip changes nothing: bf16 rounds s down
 by at most 2^-8, and 127 (1 + 2^-8) < 127.5. m2's codes are stored as code + 8, two a byte, the even index in the low
 nibble. A block that holds NaN or Inf has a NaN scale and is read back as NaN, whatever its codes; it touches no other
-block. A finite B of 2^119 or more (6.6e35) feeds nothing back: codes 0, the smallest scale. Kernels read c as a sum of two
-products of 16-bit numbers with s, which would overflow.
+block. A finite B of 2^119 or more (6.6e35) feeds nothing back: codes 0, the smallest scale. Kernels read c as a sum of
+two products of 16-bit numbers with s, which would overflow.
 """
 
 from __future__ import annotations
