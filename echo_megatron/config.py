@@ -116,6 +116,9 @@ class EchoConfig:
         phases: whether training passes, evaluation passes or both are quantized.
         early_bits: bits of the forward sites in the first `early_fraction` of the layers (paper Sec. 7.2), or None.
         early_fraction: fraction of the layers that `early_bits` covers, 0 to 1.
+        last_bits: bits of the forward sites in the last `last_layers` layers, or None. No later site corrects what they
+            round; it goes before `early_bits` where both cover a layer.
+        last_layers: layers that `last_bits` covers, at least 1.
         gather_bits: bits of a code in sequence parallelism's all-gathers, 8 or 4; 16 leaves them to the group's own.
             `bits` and the early-site options are those of its reduce-scatters.
         timeout_s: seconds that a call may wait for another rank; with the collective transport on GPUs the process
@@ -143,6 +146,8 @@ class EchoConfig:
     phases: list[Phase] = field(default_factory=lambda: list(Phase))
     early_bits: int | None = None
     early_fraction: float = 0.5
+    last_bits: int | None = None
+    last_layers: int = 1
     gather_bits: int = 8
     timeout_s: float = 300.0
 
@@ -150,8 +155,11 @@ class EchoConfig:
         self._require_int("bits", legal=(*QUANTIZED_BITS, NATIVE_BITS))
         self._require_int("group_size", legal=GROUP_SIZES)
         self._require_int("gather_bits", legal=(*QUANTIZED_BITS, NATIVE_BITS))
-        if self.early_bits is not None:
-            self._require_int("early_bits", legal=QUANTIZED_BITS)
+        for name in ("early_bits", "last_bits"):
+            if getattr(self, name) is not None:
+                self._require_int(name, legal=QUANTIZED_BITS)
+        if not _is_int(self.last_layers) or self.last_layers < 1:
+            raise ValueError(f"last_layers: expected an integer >= 1, got {self.last_layers!r}")
         if self.backward_residual is not None:
             self.backward_residual = Residual(_to_enum("backward_residual", Residual, self.backward_residual))
         if self.state_dtype is not None:
@@ -168,8 +176,9 @@ class EchoConfig:
         self._require_float("timeout_s", 0, math.inf, lower_open=True)
         if self.min_bytes is not None and (not _is_int(self.min_bytes) or self.min_bytes < 0):
             raise ValueError(f"min_bytes: expected an integer >= 0 (bytes) or None, got {self.min_bytes!r}")
-        if self.early_bits is not None and self.bits == NATIVE_BITS:
-            raise ValueError("early_bits: expected None with bits=16, which quantizes nothing; set bits to 4 or 8")
+        for name in ("early_bits", "last_bits"):
+            if getattr(self, name) is not None and self.bits == NATIVE_BITS:
+                raise ValueError(f"{name}: expected None with bits=16, which quantizes nothing; set bits to 4 or 8")
         if self.state_dtype is StateDtype.compact and Residual.consensus in map(self.residual_of, Direction):
             raise ValueError(
                 "state_dtype: expected bf16 or fp32 with residual=consensus, got compact: that residual is as large as "
@@ -200,16 +209,18 @@ class EchoConfig:
         return self.residual
 
     def site_bits(self, direction: Direction, layer_idx: int, num_layers: int) -> int:
-        """Bits of a site. The early-site policy covers forward sites only: it is the paper's serving policy (Sec. 7.2).
+        """Bits of a site. Early layers (the paper's serving policy, Sec. 7.2) and last ones differ in forward passes only.
 
         Args:
             direction: the site's pass.
             layer_idx: zero-based layer of the whole model, pipeline stages included.
             num_layers: layers of the whole model.
         """
-        early = self.early_bits is not None and direction is Direction.forward
-        if early and layer_idx < self.early_fraction * num_layers:
-            assert self.early_bits is not None
+        if direction is Direction.backward:
+            return self.bits
+        if self.last_bits is not None and layer_idx >= num_layers - self.last_layers:
+            return self.last_bits
+        if self.early_bits is not None and layer_idx < self.early_fraction * num_layers:
             return self.early_bits
         return self.bits
 

@@ -57,7 +57,7 @@ class SimulatedTensorParallel:
         self.config = config
         self._group = SimulatedGroup(world_size, config) if config.quantizes else None
         layers = _layers([name for name, _ in linears])
-        num_layers = len(set(layers))
+        self.num_layers = num_layers = len(set(layers))
         self._linears = [
             (linear, Site(idx, Direction.forward, name, config.site_bits(Direction.forward, layer, num_layers)))
             for idx, ((name, linear), layer) in enumerate(zip(linears, layers, strict=True))

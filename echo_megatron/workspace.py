@@ -127,7 +127,7 @@ class SymmetricWorkspace(Workspace):
 
 def slot_bytes_for(config: EchoConfig) -> int:
     """The largest slot that a site of this config needs, or an all-gather."""
-    bits = {config.bits, config.early_bits, config.gather_bits} & set(QUANTIZED_BITS)
+    bits = {config.bits, config.early_bits, config.last_bits, config.gather_bits} & set(QUANTIZED_BITS)
     return max(torch.ops.echo_megatron.slot_bytes(b, index_of(config.policy), config.group_size) for b in bits)
 
 

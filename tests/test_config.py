@@ -51,6 +51,8 @@ def test_presets_are_the_specs():
         ("phases", ["test"], "phases: expected one of train, evaluate"),
         ("early_bits", 16, "early_bits: expected one of 4, 8"),
         ("early_fraction", 1.1, "early_fraction"),
+        ("last_bits", 16, "last_bits: expected one of 4, 8"),
+        ("last_layers", 0, "last_layers: expected an integer >= 1, got 0"),
         ("gather_bits", 2, "gather_bits: expected one of 4, 8, 16, got 2"),
         ("timeout_s", 0, r"timeout_s: expected a number in \(0, inf\)"),
     ],
@@ -67,8 +69,9 @@ def test_unknown_names_are_refused():
         EchoConfig.preset("echo5")
     with pytest.raises(ValueError, match="unknown option etta"):
         EchoConfig.preset("echo4", etta=0.5)
-    with pytest.raises(ValueError, match="early_bits: expected None with bits=16"):
-        EchoConfig.preset("nccl", early_bits=8)
+    for name in ("early_bits", "last_bits"):
+        with pytest.raises(ValueError, match=f"{name}: expected None with bits=16"):
+            EchoConfig.preset("nccl", **{name: 8})
 
 
 def test_compact_state_needs_the_local_residual():
@@ -85,7 +88,9 @@ def test_each_direction_has_its_residual():
     assert [config.residual_of(direction) for direction in Direction] == [Residual.local, Residual.consensus]
     assert {EchoConfig().residual_of(direction) for direction in Direction} == {Residual.local}
     assert [config.state_dtype_of(direction) for direction in Direction] == [StateDtype.compact, StateDtype.bf16]
-    assert {config.replace(state_dtype="fp32").state_dtype_of(direction) for direction in Direction} == {StateDtype.fp32}
+    assert {config.replace(state_dtype="fp32").state_dtype_of(direction) for direction in Direction} == {
+        StateDtype.fp32
+    }
     with pytest.raises(ValueError, match="backward_residual: expected one of local, consensus, got 'both'"):
         EchoConfig(backward_residual="both")
     with pytest.raises(ValueError, match="state_dtype: expected bf16 or fp32 with residual=consensus"):
@@ -117,6 +122,11 @@ def test_early_sites_cover_the_first_layers_of_the_forward_pass():
     bits = [config.site_bits(Direction.forward, layer, 28) for layer in range(28)]
     assert bits == [8] * 14 + [4] * 14
     assert {config.site_bits(Direction.backward, layer, 28) for layer in range(28)} == {4}
+    last = config.replace(early_bits=None, last_bits=8, last_layers=2)
+    assert [last.site_bits(Direction.forward, layer, 28) for layer in range(28)] == [4] * 26 + [8] * 2
+    assert {last.site_bits(Direction.backward, layer, 28) for layer in range(28)} == {4}
+    both = EchoConfig(bits=8, early_bits=8, early_fraction=1.0, last_bits=4)
+    assert [both.site_bits(Direction.forward, layer, 3) for layer in range(3)] == [8, 8, 4], "last_bits goes before"
     # About 1.5 times the bytes of uniform 4-bit (paper Sec. 7.2).
     from echo_megatron.reference import make_quantizer
 

@@ -56,7 +56,6 @@ def test_settings_are_presets_with_overrides() -> None:
     early = parse_setting("bits=4,early_bits=8,early_fraction=0.25").config
     assert (early.bits, early.early_bits, early.early_fraction) == (4, 8, 0.25)
     assert parse_setting("echo4,min_bytes=null,timeout_s=5").config == EchoConfig(timeout_s=5.0)
-    assert parse_setting("early8").bits_a_value == (4.28125 + 8.28125) / 2
 
 
 def test_sets_hold_no_setting_twice_and_all_of_table_8() -> None:
@@ -159,14 +158,17 @@ def test_bytes_of_early_sites_lie_between() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": VOCAB}
     subject = TransformersSubject(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)), {})
-    relative = {}
-    for name in ("16bit", "echo4", "echo8", "early8"):
+    relative, bits = {}, {}
+    for name in ("16bit", "echo4", "echo8", "early8", "last8"):
         with subject.applied(parse_setting(name).config, 4, 1 << 12) as applied:
-            relative[name] = applied.bytes_relative
+            relative[name], bits[name] = applied.bytes_relative, applied.bits_a_value
     assert relative["16bit"] == 1 and relative["echo4"] == pytest.approx(4.28125 / 16, rel=1e-3)
     assert relative["echo8"] == pytest.approx(8.28125 / 16, rel=1e-3)
     # Half of three layers: the first two, so four of six sites.
     assert relative["early8"] == pytest.approx((2 * relative["echo8"] + relative["echo4"]) / 3, rel=1e-6)
+    assert relative["last8"] == pytest.approx((relative["echo8"] + 2 * relative["echo4"]) / 3, rel=1e-6)
+    assert (bits["16bit"], bits["echo4"], bits["echo8"]) == (16, 4.28125, 8.28125)
+    assert bits["early8"] == pytest.approx((2 * 8.28125 + 4.28125) / 3)
     assert relative_bytes(EchoConfig(), [], 1, 100) == 1
 
 

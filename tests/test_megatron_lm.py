@@ -42,6 +42,8 @@ NUMBERS: dict[str, list[int | float]] = {
     "min_bytes": [0, 65536],
     "early_bits": [4, 8],
     "early_fraction": [0.0, 0.25],
+    "last_bits": [4, 8],
+    "last_layers": [1, 2],
     "gather_bits": [4, 8, 16],
     "timeout_s": [0.5, 300],
 }

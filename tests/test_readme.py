@@ -547,6 +547,7 @@ def test_the_options_table_is_echo_config() -> None:
         "bits": [4, 8, 16],
         "group_size": GROUP_SIZES,
         "early_bits": [4, 8],
+        "last_bits": [4, 8],
         "gather_bits": [4, 8, 16],
         "policy": Policy.__members__,
         "algorithm": Algorithm.__members__,

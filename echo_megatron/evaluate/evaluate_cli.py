@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 EXIT_LEFT, EXIT_REFUSED = 1, 2
 EPILOG = f"""settings: 16bit, the presets echo4, echo8, echo4_paper, echo8_paper, uncompensated (echo4 without), early8
-(8 bits in the first half of the layers), full_feedback (echo4 with eta 1 and betas 0), each with overrides as in
-echo4,eta=0.9,residual=consensus; overrides alone change echo4 (bits=4,early_bits=8,early_fraction=0.25).
+(8 bits in the first half of the layers), last8 (8 bits in the last layer), full_feedback (eta 1, betas 0), each with
+overrides as in echo4,eta=0.9,residual=consensus; overrides alone change echo4 (bits=4,early_bits=8,last_bits=8).
 Sets of them: {", ".join(SETS)}.
 
 On real ranks: torchrun --nproc-per-node P -m echo_megatron.cli evaluate ... (no --world-sizes).

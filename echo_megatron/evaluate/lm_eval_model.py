@@ -25,7 +25,7 @@ from echo_megatron.data.tokenizer import END_OF_TEXT, find_tokenizer
 from echo_megatron.evaluate.checkpoint import find_checkpoint, is_run
 from echo_megatron.evaluate.inference import GREEDY, InferenceModel, Sampling, load_model
 from echo_megatron.evaluate.ranks import model_parallel, num_ranks, under_torchrun
-from echo_megatron.evaluate.settings import Setting
+from echo_megatron.evaluate.settings import Setting, bits_a_value
 from echo_megatron.integrations.options import OPTION_NAMES, resolve
 from echo_megatron.pretrain.device import resolve_layers
 from echo_megatron.pretrain.schema import Layers
@@ -139,7 +139,7 @@ class EchoLM(HFLM):
             "tp_comm": self.setting.name,
             "tensor_parallel": self.simulated_ranks or num_ranks(),
             "tensor_parallel_simulated": self.simulated_ranks is not None,
-            "bits_a_value": self.setting.bits_a_value,
+            "bits_a_value": bits_a_value(self.setting.config, self.inference.gpt.config.num_layers),
         }
 
     def _model_generate(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echo_megatron.config import Direction, EchoConfig
+from echo_megatron.evaluate.settings import bits_a_value
 from echo_megatron.evaluate.simulated_megatron import SimulatedMegatron
 from echo_megatron.integrations.megatron import install
 from echo_megatron.reference import choose_algorithm, num_sent_bytes
@@ -31,11 +32,13 @@ class Applied:
     Attributes:
         algorithm: one_shot or two_shot; None at 16 bits.
         transport: how the codes move; None in a simulation and at 16 bits.
+        bits_a_value: bits on the wire, scales and headers included, mean over the sites.
         bytes_relative: bytes that a rank sends at the sites, as a fraction of a 16-bit ring all-reduce's.
     """
 
     algorithm: str | None
     transport: str | None
+    bits_a_value: float
     bytes_relative: float
 
 
@@ -133,10 +136,12 @@ class MegatronSubject:
         if self._is_simulated:
             with SimulatedMegatron(self.model, world_size, config) as simulation:
                 relative = relative_bytes(config, simulation.sites, world_size, num_values)
-                yield Applied(_algorithm(config, world_size), None, relative)
+                yield Applied(
+                    _algorithm(config, world_size), None, bits_a_value(config, self.model.config.num_layers), relative
+                )
             return
         if not config.quantizes:
-            yield Applied(None, None, 1.0)
+            yield Applied(None, None, float(config.bits), 1.0)
             return
         installation = install(self.model, config.replace(directions=[Direction.forward]))
         try:
@@ -151,7 +156,8 @@ class MegatronSubject:
                 )
             sent = sum(transport.num_sent_bytes(like, site) for site in installation.sites)
             relative = sent / (len(installation.sites) * ring_bytes(world_size, num_values))
-            yield Applied(transport.algorithm.name, transport.name, relative)
+            bits = bits_a_value(config, self.model.config.num_layers)
+            yield Applied(transport.algorithm.name, transport.name, bits, relative)
             installation.check()
         except BaseException:
             installation.abandon()
@@ -191,7 +197,8 @@ class TransformersSubject:
             relative = relative_bytes(
                 config, simulation.sites, world_size, num_tokens * self._linears[0][1].out_features
             )
-            yield Applied(_algorithm(config, world_size), None, relative)
+            bits = bits_a_value(config, simulation.num_layers)
+            yield Applied(_algorithm(config, world_size), None, bits, relative)
 
 
 def _algorithm(config: EchoConfig, world_size: int) -> str | None:

@@ -45,6 +45,8 @@ class EchoBridgeConfig:
     phases: list[str] | None = None
     early_bits: int | None = None
     early_fraction: float | None = None
+    last_bits: int | None = None
+    last_layers: int | None = None
     gather_bits: int | None = None
     timeout_s: float | None = None
 

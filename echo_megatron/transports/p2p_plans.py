@@ -120,7 +120,8 @@ def plan_shares(
     if library.slot_bytes(site.bits, layout["policy"], config.group_size) > memory["slot_bytes"]:
         raise ValueError(
             f"{collective.name}, {site}: expected bits among the config's when the communicator was made (bits "
-            f"{config.bits}, early_bits {config.early_bits}, gather_bits {config.gather_bits}), got {site.bits}; set "
+            f"{config.bits}, early_bits {config.early_bits}, last_bits {config.last_bits}, gather_bits "
+            f"{config.gather_bits}), got {site.bits}; set "
             f"gather_bits={site.bits}"
         )
     options: dict[str, Any] = {
