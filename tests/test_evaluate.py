@@ -61,6 +61,9 @@ def test_settings_are_presets_with_overrides() -> None:
 def test_sets_hold_no_setting_twice_and_all_of_table_8() -> None:
     names = [setting.name for setting in parse_settings(["presets", "ablation", "echo4", "echo4,eta=0.0"])]
     assert "echo4,eta=0.0" not in names, "it is uncompensated"
+    assert parse_setting("echo4,eta=0.0,a=0.1").key == parse_setting("uncompensated").key
+    assert parse_setting("echo4,state_dtype=compact,last_layers=2").key == parse_setting("echo4").key
+    assert parse_setting("echo4,last_bits=8,last_layers=2").key != parse_setting("last8").key
     keys = {setting.key for setting in parse_settings(["ablation"])}
     assert len(keys) == len(SETS["ablation"])
     for bits in (4, 8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import types
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,12 @@ from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import make_quantizer
 
 NATIVE = "16bit"
-# The options that decide what comes out; passes are forward only.
+# The options that decide what comes out of forward passes; those of a row only where its first is set.
 _DECIDING = (
-    *("bits", "policy", "group_size", "algorithm", "residual", "rescale", "eta", "a", "beta1", "beta2", "state_dtype"),
-    *("early_bits", "early_fraction", "last_bits", "last_layers"),
+    ("bits", "policy", "group_size", "algorithm", "rescale"),
+    ("eta", "residual", "a", "beta1", "beta2", "state_dtype"),
+    ("early_bits", "early_fraction"),
+    ("last_bits", "last_layers"),
 )
 # Of real ranks alone; a simulation quantizes every message and has no transport.
 _OF_RANKS = ("transport", "min_bytes", "timeout_s")
@@ -50,7 +53,9 @@ class Setting:
         """Tells settings apart: every option that decides what comes out."""
         if not self.config.quantizes:
             return NATIVE
-        return json.dumps({name: _plain(getattr(self.config, name)) for name in _DECIDING})
+        options = {**vars(self.config), "state_dtype": self.config.state_dtype_of(Direction.forward)}
+        deciding = [name for names in _DECIDING if options[names[0]] for name in names]
+        return json.dumps({name: _plain(options[name]) for name in deciding})
 
 
 def bits_a_value(config: EchoConfig, num_layers: int) -> float:
@@ -155,7 +160,7 @@ def parse_setting(text: str) -> Setting:
 
 def _overrides(texts: Sequence[str]) -> dict[str, Any]:
     hints = get_type_hints(EchoConfig)
-    legal = (*_DECIDING, *_OF_RANKS)
+    legal = [*itertools.chain(*_DECIDING), *_OF_RANKS]
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
