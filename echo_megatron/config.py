@@ -209,7 +209,7 @@ class EchoConfig:
         return self.residual
 
     def site_bits(self, direction: Direction, layer_idx: int, num_layers: int) -> int:
-        """Bits of a site. In forward passes those of early layers (paper Sec. 7.2, serving) and of last ones may differ.
+        """Bits of a site. In forward passes those of early layers (paper Sec. 7.2) and of last ones may differ.
 
         Args:
             direction: the site's pass.
