@@ -41,10 +41,12 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this file lies in, with "+" where it has been changed.
+    """Commit of the checkout that this file lies in, with "+" where it has been changed; None outside a checkout.
 
-    Outside a checkout what the environment variable ECHO_COMMIT says of the copied sources; None without it.
+    The environment variable ECHO_COMMIT comes first: it names the commit of sources copied without their history.
     """
+    if named := os.environ.get("ECHO_COMMIT"):
+        return named
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -52,5 +54,5 @@ def commit() -> str | None:
             [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ECHO_COMMIT") or None
+        return None
     return head + ("+" if changed else "")

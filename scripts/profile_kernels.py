@@ -1,6 +1,6 @@
 """What bounds a call of the p2p transport: Nsight Compute's counters of kernels that send to themselves, on one GPU.
 
-usage: profile_kernels.py [--mib 128] [--commit HASH] [--out docs/results --name kernel_profile_h200]
+usage: profile_kernels.py [--mib 128] [--out docs/results --name kernel_profile_h200]
        profile_kernels.py --render docs/results/kernel_profile_h200.json
 
 Every quantizer, width and algorithm with and without the compensator's state, so that the parts can be told apart.
@@ -154,7 +154,6 @@ def render(results: dict[str, Any]) -> str:
 def main(arguments_given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=128, help="MiB of BF16 values in a call")
-    parser.add_argument("--commit", help="of the sources, where this is no checkout")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--name", default="kernel_profile")
     parser.add_argument("--render", type=Path, help="results whose table is written anew")
@@ -178,7 +177,7 @@ def main(arguments_given: list[str] | None = None) -> int:
         results = {
             "machine": provenance.machine(torch.device("cuda")),
             "versions": provenance.versions("echo-megatron", "torch"),
-            "commit": arguments.commit or provenance.commit(),
+            "commit": provenance.commit(),
             "command": f"python scripts/profile_kernels.py --mib {arguments.mib} --name {arguments.name}",
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "mib": arguments.mib,

@@ -449,7 +449,7 @@ def test_matmuls_of_a_message() -> None:
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "echo_megatron.cli", "bench", *arguments]
     folders = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders, "ECHO_COMMIT": "abc"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -482,7 +482,7 @@ def cpu_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--max-s",
         "0.05",
     ]
-    out = ["--rows", *CPU_ROWS, "--policies", "zero_aware", "--out", str(folder), "--name", "cpu", "--commit", "abc"]
+    out = ["--rows", *CPU_ROWS, "--policies", "zero_aware", "--out", str(folder), "--name", "cpu"]
     done = bench("--num-ranks", "2", *options, *out)
     assert done.returncode == 0, done.stderr
     return folder / "cpu.json"
@@ -493,7 +493,7 @@ def test_a_run_on_cpu(cpu_results: Path) -> None:
     results = json.loads(cpu_results.read_text())
     assert results["world_size"] == 2 and results["ceilings"] is None and "date" in results
     assert results["command"].startswith("torchrun --nproc-per-node 2 scripts/bench_all_reduce.py --rows")
-    assert results["commit"] == "abc" and "--commit" not in results["command"]
+    assert results["commit"] == "abc"
     assert [run["commit"] for run in results["runs"]] == ["abc"] and {row["run"] for row in results["rows"]} == {0}
     assert list(results["left_out"]) == ["flashinfer_fp8"]
     entries = {(e["row"], e["bytes"]): e for e in results["rows"]}

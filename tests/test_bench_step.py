@@ -412,13 +412,13 @@ class TestRun:
     def run(self, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = [str(ROOT / "scripts" / "bench_step.py"), "--models", "tiny", "--loads", "0", "--out", str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ECHO_COMMIT": "0123abc"}
         return subprocess.run(
             [*launcher, *script, *arguments], env=environment, capture_output=True, text=True, timeout=200
         )
 
     def test_every_setting_of_a_tiny_model(self, tmp_path: Path) -> None:
-        ran = self.run(tmp_path, "--rounds", "1", "--steps", "1", "--commit", "0123abc")
+        ran = self.run(tmp_path, "--rounds", "1", "--steps", "1")
         assert ran.returncode == 0, ran.stderr
         results = json.loads((tmp_path / "step.json").read_text())
         rows = {row["setting"]: row for row in results["rows"]}

@@ -46,7 +46,7 @@ from echo_megatron.result_files import made_by, write_results
 
 CALL_MS_UP_TO = 32 * MIB  # launching shows in small messages only
 NCCL = "nccl16"  # the row that all are compared with
-UNRECORDED = ("num_ranks", "render", "commit", "sequence_parallel")  # say nothing about the results, or the script does
+UNRECORDED = ("num_ranks", "render", "sequence_parallel")  # say nothing about the results, or the script does
 METHOD = (
     "Medians of {iterations} calls after {warmup} (fewer where one measurement would take over {max_s:g} s), by CUDA "
     "events, of the slowest rank. ms: the host is ahead of the GPU and the ranks have just passed a barrier, so "
@@ -84,7 +84,6 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument(
         "--onto", type=Path, metavar="JSON", help="results whose other rows stay: put this run's into them"
     )
-    parser.add_argument("--commit", help="the commit of these sources, where this machine does not know it")
     parser.add_argument("--num-ranks", type=int, help="processes to start where torchrun did not; default all GPUs")
     options = parser.parse_args(arguments)
     options.name = options.name or ("sequence_parallel" if options.sequence_parallel else "all_reduce")
@@ -181,7 +180,6 @@ class Bench:
         made = made_by(self.script, options, self.device, "torch", "triton", "flashinfer-python")
         made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {self.world_size}", 1)
         place = "into a new tensor" if self.options.out_of_place else "in place"
-        made["commit"] = self.options.commit or made["commit"]
         results = runs.of_one_run(
             {
                 **made,

@@ -18,7 +18,7 @@ from echo_megatron.bench.step_load import Copied, Load
 from echo_megatron.bench.step_timing import Ranks, Shares
 from echo_megatron.result_files import made_by, write_results
 
-UNRECORDED = ("render", "commit")  # options that say nothing about the results
+UNRECORDED = ("render",)  # options that say nothing about the results
 FAILURES = (RuntimeError, ValueError, AssertionError)
 
 
@@ -28,7 +28,7 @@ class PartedBench(ABC):
     A part that fails is named in `left_out`, and the next one runs; a rank that waits in vain ends, by NCCL's time-out.
 
     Args:
-        options: of the command line; `out`, `name`, `commit` and `budget_s` among them.
+        options: of the command line; `out`, `name` and `budget_s` among them.
         device: this rank's.
         ranks: their agreements.
         load: this rank's copier; None where no load above 0 is asked for.
@@ -58,7 +58,6 @@ class PartedBench(ABC):
         packages = ("torch", "megatron-core", "transformer-engine", "triton")
         made = made_by(self.script, options, self.device, *packages)
         made["command"] = made["command"].replace("python", f"torchrun --nproc-per-node {self.world_size}", 1)
-        made["commit"] = self.options.commit or made["commit"]
         return {**made, "date": datetime.now(UTC).date().isoformat(), "world_size": self.world_size}
 
     def guarded(self, part: str, run: Callable[[float], str | None]) -> bool:

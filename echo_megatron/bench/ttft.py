@@ -48,7 +48,6 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument("--transport", choices=list(TransportName.__members__), default="auto", help="of Echo's")
     parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md")
     parser.add_argument("--name", default="ttft")
-    parser.add_argument("--commit", help="the commit of these sources, where this machine does not know it")
     parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: Markdown and figure of a result")
     options = parser.parse_args(arguments)
     for name in ("loads", "batches", "decode_batches"):
