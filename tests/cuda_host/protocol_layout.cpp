@@ -1,0 +1,23 @@
+// cuda/layout.cuh behind a C interface for tests/protocol_explorer.py, which numbers tiles as the kernels do.
+#include "layout.cuh"
+
+using namespace echo;
+
+extern "C" {
+
+int protocol_ring_for(int depth) { return ring_for(depth); }
+int64_t protocol_slot(int world, int ring, int stage, int receiver, int source, uint32_t tile_number) {
+  const WorkspaceLayout layout{world, 1, ring, 128};
+  return layout.slot_idx(static_cast<Stage>(stage), receiver, source, 0, tile_number);
+}
+uint64_t protocol_flag(uint32_t tile_number, int exponent, uint32_t signature) {
+  return make_flag(tile_number, exponent, signature);
+}
+uint32_t protocol_flag_value(uint32_t tile_number) { return flag_value(tile_number); }
+uint32_t protocol_flag_epoch(uint64_t flag) { return flag_epoch(flag); }
+int64_t protocol_tiles(int64_t num_values, int world, int group_size, int algorithm, int rank) {
+  const Segments segments(num_values, world, group_size, static_cast<Algorithm>(algorithm), num_values);
+  return rank < 0 ? segments.max_tiles() : segments.tiles(rank);
+}
+
+}  // extern "C"
