@@ -228,11 +228,12 @@ class Team {
   }
 
   __device__ __forceinline__ bool stages_state() const { return kStagesState && dtype() != Dtype::fp32; }
+  __device__ __forceinline__ bool reads_average() const { return kLocal && !a_.coefficients.memoryless(); }
 
   // The state of the tile that comes next, once this tile's is used. Each thread copies what it will read.
   __device__ __forceinline__ void prefetch_state() {
     if (!stages_state() || a_.fresh || !next_valid_) return;
-    BlockState<kState>::copy_async(staged_state_, state_tile(segment_rows(next_segment_), next_row_), kLocal);
+    BlockState<kState>::copy_async(staged_state_, state_tile(segment_rows(next_segment_), next_row_), reads_average());
   }
   // Reduce-scatter: of the tile that is pushed after this one.
   __device__ __forceinline__ void prefetch_pushed_state(int segment, int k) {
@@ -243,7 +244,7 @@ class Team {
     } else {
       segment = segment + 1 == world() ? 0 : segment + 1;
     }
-    if (k < plan_.num_rows) BlockState<kState>::copy_async(staged_state_, state_tile(segment_rows(segment), k), kLocal);
+    if (k < plan_.num_rows) BlockState<kState>::copy_async(staged_state_, state_tile(segment_rows(segment), k), reads_average());
   }
   __device__ __forceinline__ BlockState<kState> state_of(int segment, int k) const {
     uint8_t* tile = kCompensates ? state_tile(segment_rows(segment), k) : nullptr;

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kTeamThreads, kUpdateBlocks)
     if (place.first >= place.end) continue;
     uint8_t* tile = a.state + number * BlockState<kState>::kTileBytes;
     stage_in(warp_rows, a.x, place.warp_first(), place.end, a.dtype, a.aligned);
-    if (!a.fresh) BlockState<kState>::copy_async(update_shared, tile, true);
+    if (!a.fresh) BlockState<kState>::copy_async(update_shared, tile, !a.coefficients.memoryless());
     commit_stage();
     float sum[kBlockValues], v[kBlockValues];
     Records<kBits, kPolicy>::sum(a, segments, place.segment, place.tile, sum);

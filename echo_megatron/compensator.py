@@ -39,6 +39,8 @@ class Compensator:
         self.correction_from_residual = eta * (a * (1 - beta1) + (1 - a) * (1 - beta2))
         self.average_decay = beta2
         self.average_from_residual = 1 - beta2
+        kept = torch.tensor([self.correction_decay, self.correction_from_average], dtype=torch.float32)
+        self._is_memoryless = not kept.any()  # in the precision that the recurrence has
         self.dtype = config.state_dtype_of(direction)
         self._state: State | None = None
         self._raw: Tensor | None = None
@@ -67,8 +69,13 @@ class Compensator:
         ]
 
     @property
+    def is_memoryless(self) -> bool:
+        """c is of the last residual alone (`beta1: 0`, and `beta2: 0` or `a: 1`): transports need not keep m2."""
+        return self._is_memoryless
+
+    @property
     def average(self) -> Tensor:
-        """m2 after the last `update`, fp32."""
+        """m2 after the last `update`, fp32; the last residual's part alone where the compensator is memoryless."""
         assert self._state is not None
         return self._state.average()
 
@@ -93,12 +100,13 @@ class Compensator:
         assert self._state is not None
         correction = residual * self.correction_from_residual
         average = residual * self.average_from_residual
-        if not self._fresh:
+        starts_anew = self._fresh or self.is_memoryless
+        if not starts_anew:
             old_average = self._state.average()
             kept = self._state.correction() * self.correction_decay + old_average * self.correction_from_average
             correction = kept + correction
             average = old_average * self.average_decay + average
-        self._state.store(correction, average, residual, self._fresh)
+        self._state.store(correction, average, residual, starts_anew)
         self._fresh = False
 
     def raw_state(

@@ -50,7 +50,7 @@ class State(Protocol):
             correction: c.
             average: m2.
             residual: u, from which they were made.
-            fresh: whether they were made from u alone.
+            fresh: whether they were made from u alone: at the first site, and at every one of a memoryless compensator.
         """
         ...
 

@@ -63,8 +63,8 @@ STUDIES = {
             "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0"),
             "local": ("tp_comm=echo4",),
             "local_bf16": ("tp_comm=echo4", "tp_comm.state_dtype=bf16"),
-            # All of the last site's residual and nothing of earlier ones: no averages.
-            "last": ("tp_comm=echo4", "tp_comm.eta=1.0", "tp_comm.a=1.0", "tp_comm.beta1=0.0"),
+            # All of the last site's residual and nothing of earlier ones.
+            "full_feedback": ("tp_comm=echo4", "tp_comm.eta=1.0", "tp_comm.beta1=0.0", "tp_comm.beta2=0.0"),
             "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus"),
             "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus"),
             "paper": ("tp_comm=echo4_paper",),

@@ -625,8 +625,8 @@ def test_without_gpus_auto_says_why_it_is_collective_and_p2p_is_refused():
             assert transport == "collective"
             assert described == (
                 f"echo: 4-bit rotated (groups of 32), collective transport ({why}), algorithm one_shot (at 2 ranks), "
-                "local residual, eta 0.75, compact state, rescale tile; messages under 16384 bytes stay at full precision"
-                "; 0.0 MiB of workspace"
+                "local residual, eta 0.75, compact state, rescale tile; messages under 16384 bytes stay at full "
+                "precision; 0.0 MiB of workspace"
             )
             assert messages == ([described] if rank == 0 else []), "one line a group"
         refusal = (

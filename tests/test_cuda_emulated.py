@@ -62,6 +62,7 @@ class Sequence:
             algorithm=draw.choice((Algorithm.one_shot, Algorithm.two_shot)),
             state_dtype=state_dtype,
             eta=draw.choice((0.0, 0.75, 0.75)),
+            **draw.choice(({}, {"beta1": 0.0, "beta2": 0.0})),
         )
         self.ranks = EmulatedRanks(library, self.world_size, self.config, draw.choice((1, 1, 2)))
         self.simulated = SimulatedGroup(self.world_size, self.config)

@@ -403,7 +403,8 @@ def residual_of(exponent: int, generator: torch.Generator) -> Tensor:
 @thorough
 @given(
     st.sampled_from(STATE_DTYPES), seeds, st.integers(-140, 125), st.integers(1, 8), st.booleans(),
-    st.floats(0.05, 1), st.floats(0, 1), st.floats(0, 0.95), st.floats(0, 0.95), st.booleans(),
+    st.floats(0.05, 1), st.floats(0, 1), st.floats(0, 0.95) | st.just(0.0), st.floats(0, 0.95) | st.just(0.0),
+    st.booleans(),
 )  # fmt: skip
 def test_state_over_the_sites_of_a_pass(
     host, dtype, seed, exponent, num_sites, is_hostile, eta, a, beta1, beta2, by_copy
@@ -433,10 +434,10 @@ def test_state_over_the_sites_of_a_pass(
         assert correction is not None and same_bits(tile_corrections(state, dtype), correction)
         if dtype is StateDtype.compact:
             assert isinstance(compensator._state, state_module.CompactState)
-            assert same_compact_state(state, compensator._state)
+            assert same_compact_state(state, compensator._state, not compensator.is_memoryless)
 
 
-def same_compact_state(tile: Tensor, expected: state_module.CompactState) -> bool:
+def same_compact_state(tile: Tensor, expected: state_module.CompactState, with_average: bool) -> bool:
     """The bytes of a tile's state (cuda/state.cuh); of a block whose scale is NaN the scale alone."""
     chunks = tile[: TILE_VALUES * 3 // 2].view(-1, TILE_VALUES // state_module.BLOCK_VALUES, 16)  # [chunk, block, 16]
     codes = torch.cat((chunks[0], chunks[1]), dim=-1).to(torch.int16) - 128
@@ -446,7 +447,7 @@ def same_compact_state(tile: Tensor, expected: state_module.CompactState) -> boo
     return (
         same_bits(scales.float(), expected_scales.float())
         and torch.equal(codes[finite[:, 0]], expected.correction_codes[finite[:, 0]].to(torch.int16))
-        and torch.equal(chunks[2][finite[:, 1]], expected.average_codes[finite[:, 1]])
+        and (not with_average or torch.equal(chunks[2][finite[:, 1]], expected.average_codes[finite[:, 1]]))
     )
 
 

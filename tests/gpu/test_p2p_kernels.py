@@ -15,8 +15,10 @@ from echo_megatron.sites import Site
 ALGORITHMS = [Algorithm.one_shot, Algorithm.two_shot]
 POLICIES = list(Policy)
 ROTATED = (Policy.rotated, Policy.rotated_asymmetric)
+MEMORYLESS = {"eta": 1.0, "beta1": 0.0, "beta2": 0.0}
 COMPENSATIONS = [
     {"eta": 0.0},
+    MEMORYLESS,
     *({"residual": Residual.local, "state_dtype": dtype} for dtype in StateDtype),
     *({"residual": Residual.consensus, "state_dtype": dtype} for dtype in (StateDtype.bf16, StateDtype.fp32)),
 ]

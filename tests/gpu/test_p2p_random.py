@@ -37,6 +37,7 @@ def draw_config(draw):
         rescale=draw.choice(list(Rescale)),
         state_dtype=draw.choice([None, StateDtype.bf16, StateDtype.fp32, *compact]),
         eta=draw.choice((0.0, 0.75, 0.75)),
+        **draw.choice(({}, {}, {"beta1": 0.0, "beta2": 0.0})),
     )
 
 

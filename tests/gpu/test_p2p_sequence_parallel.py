@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from policies import group_size
-from test_p2p_kernels import misaligned, normal, wild
+from test_p2p_kernels import MEMORYLESS, misaligned, normal, wild
 from test_p2p_opcheck import UTILS
 from torch.testing._internal.optests import generate_tests
 from virtual_ranks import DTYPES, VirtualRanks, VirtualWorkspaces, assert_same_bits
@@ -81,7 +81,7 @@ def test_sizes_with_drawn_options(world_size, policy):
     for num_share_values, collective in itertools.product(sizes(policy), SHARES):
         bits, dtype, direction = draw.choice((4, 8)), draw.choice(DTYPES), draw.choice(list(Direction))
         options = {"group_size": draw.choice(GROUP_SIZES), "rescale": draw.choice(list(Rescale))}
-        config = EchoConfig(policy=policy, **options, **draw.choice(COMPENSATIONS))
+        config = EchoConfig(policy=policy, **options, **draw.choice((*COMPENSATIONS, MEMORYLESS)))
         make = draw.choice((normal, normal, wild))
         checked = SharingRanks(world_size, config, memory=memory)
         grid = {"num_blocks": draw.randint(1, memory.num_blocks), "depth": draw.randint(1, 4)}
