@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +21,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,7 +41,8 @@ def save(folder: CheckpointFolder, step: int, state: TrainingState, settings: di
     """Write the checkpoint of `step`; does nothing where it is the latest already. Called by all processes.
 
     Raises:
-        OSError: the disk is full or not writable.
+        OSError: the disk is full or not writable; the checkpoint before this one is whole.
+        RuntimeError: a rank is missing.
     """
     if _agree(folder.latest()) == step:
         return
@@ -48,21 +55,56 @@ def save(folder: CheckpointFolder, step: int, state: TrainingState, settings: di
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
     sharded = {**_sharded(state, is_loading=False), "step": step, "scheduler": state.scheduler.state_dict()}
-    dist_checkpointing.save(sharded, str(folder.partial(step)))
-    dist.barrier()
+    _write(sharded, folder.partial(step), step)
     if is_writer:
         folder.commit(step, settings)
     dist.barrier()
 
 
 def load(folder: CheckpointFolder, step: int, state: TrainingState) -> None:
-    """Restore `state` and the random-number states from the checkpoint of `step`. Called by all processes."""
-    loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder.whole(step)))
+    """Restore `state` and the random-number states from the checkpoint of `step`. Called by all processes.
+
+    Raises:
+        ValueError: it can't be read, on this process or another.
+    """
+    error = None
+    try:
+        loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder.whole(step)))
+    except (Exception, CheckpointException) as caught:
+        logger.debug("checkpoint of step %d", step, exc_info=True)
+        error = f"rank {dist.get_rank()}: {_cause(caught)}"
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if first := next(filter(None, errors), None):
+        raise ValueError(f"{folder.whole(step)}: can't be read ({first}); {folder.way_out(step)}")
     _model(state).load_state_dict(loaded["model"])
     state.optimizer.load_state_dict(loaded["optimizer"])
     state.scheduler.load_state_dict(loaded["scheduler"])
     _set_rng_state(loaded["rng"])
     assert loaded["step"] == step
+
+
+def _write(sharded: dict[str, Any], path: Path, step: int) -> None:
+    """Megatron's save; its errors with what was being done and what is left."""
+    where = f"rank {dist.get_rank()} of {dist.get_world_size()}: checkpoint of step {step}"
+    rest = "the checkpoint before it, if any, is whole"
+    try:
+        dist_checkpointing.save(sharded, str(path))
+        dist.barrier()
+    except (OSError, CheckpointException) as error:
+        free = shutil.disk_usage(path.parent).free / 2**20
+        raise OSError(
+            f"{where}: {path} could not be written ({_cause(error)}; {free:,.0f} MiB are free on its disk); {rest}: "
+            "make room, then start the run again"
+        ) from error
+    except RuntimeError as error:
+        raise RuntimeError(f"{where}: a process has ended or does not answer ({error}); {rest}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """One line; of a CheckpointException, which holds other ranks' tracebacks, the last line of the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
 
 
 def _sharded(state: TrainingState, is_loading: bool) -> dict[str, Any]:

@@ -77,4 +77,5 @@ def _check_resume(config: PretrainConfig, settings: dict[str, Any]) -> None:
             "or resume with trainer.resume=auto"
         )
     if step is not None:
+        checkpoints.check(step)
         check_same(checkpoints.settings(step), settings, config.trainer.accept_changes, str(config.run_dir))
