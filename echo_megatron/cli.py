@@ -1,4 +1,4 @@
-"""The command `echo-megatron`: `pretrain` (Hydra), `compare`, `inspect`, `evaluate`, `lm-eval`, `bench`."""
+"""The command `echo-megatron` and its subcommands; `USAGE` lists them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ USAGE = """usage: echo-megatron COMMAND …
                                           and ranks as model arguments; --help is the harness's own
   bench                                   times all-reduces against NCCL on this machine's GPUs; --tune measures the
                                           transport's choices and writes the table that it reads; --help lists options
+  doctor                                  is this machine ready: what is installed, a self-test of the collectives, a
+                                          short measurement, what to expect; exit status 0 good, 1 degraded, 2 broken
+  plan                                    predicted step time, bytes and memory of a model at 2 to 8 ranks, 16 bits
+                                          beside Echo; needs no GPU; --help lists its options
 
 Exit status: 0 finished, or stopped by a signal with a checkpoint saved; 2 refused, the message says why; 3 the loss was
-not finite; anything else: a process failed."""
+not finite; anything else: a process failed. Of doctor: as above."""
 
 
 def config_dir() -> Path:
@@ -80,6 +84,20 @@ def pretrain(arguments: Sequence[str]) -> int:
     return max(statuses, key=abs, default=0)  # --help and --cfg run no job
 
 
+def doctor(arguments: Sequence[str]) -> int:
+    """Look at this machine; see `echo_megatron.doctor`."""
+    from echo_megatron.doctor import main as doctor_main
+
+    return doctor_main(list(arguments))
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Predict steps, bytes and memory; see `echo_megatron.plan`."""
+    from echo_megatron.plan import main as plan_main
+
+    return plan_main(list(arguments))
+
+
 def compare(arguments: Sequence[str]) -> int:
     """Compare run folders; see `echo_megatron.report`."""
     from echo_megatron.report import main as report_main
@@ -122,6 +140,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "evaluate": evaluate,
     "lm-eval": lm_eval,
     "bench": bench,
+    "doctor": doctor,
+    "plan": plan,
 }
 
 
