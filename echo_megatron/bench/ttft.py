@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from echo_megatron.bench.step import load_percent, on_ranks, positive
+from echo_megatron.bench.launch import add_run_options, launch, load_percent, positive
 from echo_megatron.bench.step_load import Load
 from echo_megatron.bench.step_models import DEFAULT_MODELS, MODELS
 from echo_megatron.bench.step_timing import Ranks
-from echo_megatron.config import TransportName
 from echo_megatron.result_files import write_results
 
 LOADS = (0, 50, 75, 100)
@@ -43,12 +40,7 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument("--rounds", type=positive, default=4, help="visits to every setting at most")
     parser.add_argument("--steps", type=positive, default=2, help="timed prefills of a visit")
     parser.add_argument("--no-graphs", action="store_true", help="decode without CUDA graphs alone")
-    parser.add_argument("--budget-s", type=float, default=420.0, help="seconds that the parts are fitted into")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="how long a rank waits for another")
-    parser.add_argument("--transport", choices=list(TransportName.__members__), default="auto", help="of Echo's")
-    parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md")
-    parser.add_argument("--name", default="ttft")
-    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: Markdown and figure of a result")
+    add_run_options(parser, name="ttft", budget_s=420.0)
     options = parser.parse_args(arguments)
     for name in ("loads", "batches", "decode_batches"):
         setattr(options, name, sorted(set(getattr(options, name))))
@@ -59,23 +51,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "bench_ttft.py") ->
     """Entry point; returns the exit status."""
     start = time.monotonic()
     options = parse_arguments(arguments, prog)
-    if options.render:
-        render(options.render)
-        return 0
-    if "LOCAL_RANK" not in os.environ:
-        print(
-            "error: expected to be started by torchrun, one process a GPU: "
-            "torchrun --nproc-per-node 2 scripts/bench_ttft.py",
-            file=sys.stderr,
-        )
-        return 2
 
     def run(device: torch.device, ranks: Ranks, load: Load | None) -> int:
         from echo_megatron.bench.ttft_run import TtftBench
 
         return TtftBench(options, device, ranks, load, start).run()
 
-    return on_ranks(run, any(options.loads), options.timeout_s)
+    return launch("scripts/bench_ttft.py", options, run, render)
 
 
 def render(path: Path) -> None:
