@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from echo_megatron.plan_machine import GPUS_FILE, RESULTS
 from echo_megatron.tuning import SHIPPED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,7 +208,7 @@ class TestLocks:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy, so that the checkout stays clean, and without an index: nothing is downloaded."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("echo_megatron", "configs", "cuda"):
+    for name in ("echo_megatron", "configs", "cuda", "docs/results"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in ("pyproject.toml", *project["license-files"], project.get("readme")):
@@ -236,6 +237,11 @@ class TestWheel:
         sources = {f"echo_megatron/{path.relative_to(ROOT)}" for path in (ROOT / "cuda").iterdir() if path.is_file()}
         assert sources
         assert sources - names == set()
+
+    def test_has_what_the_plan_is_scaled_from(self, wheel: Path) -> None:
+        names = set(zipfile.ZipFile(wheel).namelist())
+        results = {f"echo_megatron/results/{name}.json" for name in RESULTS}
+        assert (results | {f"echo_megatron/{GPUS_FILE.name}"}) - names == set()
 
     def test_has_every_tuning_table(self, wheel: Path) -> None:
         names = set(zipfile.ZipFile(wheel).namelist())
