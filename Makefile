@@ -14,7 +14,7 @@ INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirem
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv quickstart kernels test test-nemo test-megatron lint format lock study-env eval-env nemo-env clean
+.PHONY: help venv quickstart kernels test fuzz test-nemo test-megatron lint format lock study-env eval-env nemo-env clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ kernels: $(RUN_STAMP) ## build the CUDA kernels, which otherwise happens on firs
 
 test: lint ## environment, ruff, mypy and the whole test suite on CPU (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+fuzz: $(TEST_STAMP) ## new examples of records and schedules of the kernels for MINUTES=60; `make test` draws a few
+	$(BIN)/python -m pytest -n0 --timeout 0 tests/test_fuzz.py --fuzz-minutes $(or $(MINUTES),60)
 
 # What tests NeMo, and what tests Megatron-core where versions differ. megatron-core 0.15.3 compiles a CUDA extension when it
 # is imported, and without a GPU has to be told for which.

@@ -59,8 +59,8 @@ def test_attention_refuses_by_name() -> None:
         attention(query, key, key, mask)
     with pytest.raises(ValueError, match="packed_seq_params"):
         attention(query, key, key, None, packed_seq_params=object())
-    with pytest.raises(ValueError, match="3 keys for 1 queries"):
-        attention(query[:1], key, key, None)
+    with pytest.raises(ValueError, match="3 keys for 2 queries"):
+        attention(query[:2], key, key, None)
 
 
 def _traffic(rank: int, world_size: int) -> list[int]:

@@ -10,13 +10,13 @@ from typing import get_args
 import pytest
 
 from echo_megatron.tuning import MAX_DEPTH
-from tests.protocol_explorer import ALGORITHMS, NUMBERS, Call, Collective, Layout, Model, Mutation, explore
+from tests.protocol_explorer import Model, explore
+from tests.protocol_model import ALGORITHMS, NUMBERS, Call, Collective, Layout, Mutation
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 TILE = 4096
-
 WRAPS = NUMBERS - 3  # the number of a first tile: it wraps within the first or second call
 HALF_RING = 4  # at depth 1 the code has 8: fewer slots only make what follows harder, and six tiles come round
 
