@@ -23,6 +23,7 @@ from echo_megatron.kernel_build import KernelsUnavailable, cache_folder, find_nv
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "nemo-toolkit", "megatron-bridge", "echo-megatron")
 SMI_LIMIT_S = 20.0
+STOP_LIMIT_S = 5.0
 NOT_FOUND = "no nvidia-smi"
 NEMO_ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-nemo"
 
@@ -95,24 +96,27 @@ def ask(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            pass
-        finally:
             _stop(process)
+        except BaseException:
+            _stop(process)
+            raise
         output.seek(0)
         errors.seek(0)
         return Answer(status, output.read(), errors.read())
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and its children; one that the driver holds is left behind rather than waited for."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        return
+    """Ends the process and its children; one that the driver holds is left behind rather than waited for.
+
+    torchrun ends its ranks, which are sessions of their own, where it is asked to by SIGTERM.
+    """
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, kind)
+        try:
+            process.wait(STOP_LIMIT_S)
+            return
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def gather(limit_s: float, build_limit_s: float) -> Facts:

@@ -6,7 +6,9 @@ The benches check a row against the reference, bit for bit, before they time it.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -39,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes of the messages that are timed")
     parser.add_argument("--seconds", type=float, required=True, help="of timing, about")
     parser.add_argument("--transport", choices=list(TransportName.__members__), default="auto")
+    parser.add_argument("--limit-s", type=float, required=True, help="seconds after which this process ends itself")
     options = parser.parse_args(arguments)
+    # Even where a call into the driver hangs and nobody is left to end it.
+    faulthandler.dump_traceback_later(options.limit_s, exit=True)
     rank, use_cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -68,7 +73,9 @@ def look(group: dist.ProcessGroup, device: torch.device, options: argparse.Names
         results = bench.results()
         found["rows"] += results["rows"]
         found["left_out"] |= results["left_out"]
-        found["ceilings"] = results["ceilings"]
+        found["ceilings"] = results["ceilings"] and {
+            name: rate if math.isfinite(rate) else None for name, rate in results["ceilings"].items()
+        }
         found["symmetric"] = bench.memory.is_symmetric
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from echo_megatron.plan_model import Work, calibrate
 
 MIB = 1 << 20
 LARGEST = 256 * MIB  # of a message that is timed; a larger one takes its time in proportion
+GRACE_S = 15.0  # between the processes' end by us and by themselves
 CPU_SIZES = (64 << 10, MIB)
 GPU_SIZES = (MIB, 16 * MIB)  # beside the model's own message
 ECHO_ROWS = {"echo4": "echo4_local", "echo8": "echo8_local"}
@@ -47,6 +49,7 @@ def self_test(num_gpus: int, message: int, seconds: float, limit_s: float) -> di
         path = Path(folder, "found.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command += ["-m", "echo_megatron.doctor_ranks", "--out", str(path), "--seconds", f"{seconds:g}"]
+        command += ["--limit-s", f"{limit_s + GRACE_S:g}"]
         command += ["--sizes", *map(str, sizes)]
         environment = {"OMP_NUM_THREADS": "1", **({} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""})}
         answer = ask(command, limit_s, environment)
@@ -60,9 +63,9 @@ def self_test(num_gpus: int, message: int, seconds: float, limit_s: float) -> di
 
 def _cause(errors: str) -> str:
     """The first error that a rank printed; torchrun's own report comes after it."""
+    named = re.findall(r"^(?:\[rank\d+\]:)?\s*([\w.]*Error: .*)", errors, re.MULTILINE)
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.split(":")[0].split(" ")[-1] and "ChildFailed" not in line]
-    return (named or lines or ["no message"])[0]
+    return next((line for line in named if "ChildFailedError" not in line), lines[-1] if lines else "no message")
 
 
 def expectation(

@@ -56,9 +56,12 @@ def gpus() -> Mapping[str, Gpu]:
 
 
 def gpu_of_name(name: str) -> Gpu | None:
-    """The GPU that CUDA calls `name`; None where the file has none such."""
+    """The GPU that CUDA calls `name`; None where the file has none such, as of boards with other links or memory."""
+    words = name.upper().replace("-", " ").split()
+    if {"PCIE", "NVL", "40GB", "MIG"} & set(words):
+        return None
     for gpu in gpus().values():
-        if gpu.key.upper() in name.upper().replace("-", " ").split():
+        if gpu.key.upper() in words:
             return gpu
     return None
 

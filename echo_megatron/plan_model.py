@@ -204,9 +204,7 @@ def calibrate(measured: Measured) -> Calibration:
     ]
     if not echo:
         raise ValueError("step results: expected a profile of Echo's backward pass, got none; measure it anew")
-    return Calibration(
-        1 / float(shares[0]), 1 / float(shares[1]), _mean_share(nccl), _mean_share(echo), models
-    )
+    return Calibration(1 / float(shares[0]), 1 / float(shares[1]), _mean_share(nccl), _mean_share(echo), models)
 
 
 def measured_work(measured: Measured, model: str) -> Work:

@@ -16,7 +16,7 @@ import pytest
 from echo_megatron import cli, doctor, doctor_facts, doctor_probe
 from echo_megatron.doctor_checks import Finding, Status, check_machine, check_run, exit_status
 from echo_megatron.doctor_facts import Facts, ask, environment_versions, parse_links
-from echo_megatron.doctor_run import expectation
+from echo_megatron.doctor_run import _cause, expectation
 
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150_000_000_000}
 VERSIONS = {
@@ -176,7 +176,7 @@ def test_links_are_read_from_the_topology() -> None:
     assert parse_links("") == []
 
 
-def test_a_process_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_stopped_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {pid}; wait"
     start = time.monotonic()
@@ -187,6 +187,8 @@ def test_a_process_that_hangs_is_stopped_with_its_children(tmp_path: Path) -> No
     while _is_running(int(pid.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    monkeypatch.setattr(doctor_facts, "STOP_LIMIT_S", 0.2)
+    assert ask(["sh", "-c", "trap '' TERM; while true; do sleep 0.1; done"], 0.3).status is None  # SIGKILL follows
     assert ask(["/no/such/program"], 1).status == 127
     failed = ask([sys.executable, "-c", "import sys; print('first', file=sys.stderr); sys.exit('last words')"], 20)
     assert (failed.status, failed.last_line()) == (1, "last words")
@@ -197,6 +199,17 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_the_cause_of_a_failed_self_test_is_a_rank_s_error() -> None:
+    errors = (
+        "W1 torchrun warns\n[rank1]: Traceback (most recent call last):\n"
+        "[rank1]: torch.distributed.DistBackendError: NCCL error in x\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    )
+    assert _cause(errors) == "torch.distributed.DistBackendError: NCCL error in x"
+    assert _cause("a\nlast\n") == "last"
+    assert _cause("") == "no message"
 
 
 def test_probes_report_what_went_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

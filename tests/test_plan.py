@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from echo_megatron.plan_errors import call_errors, step_errors
 from echo_megatron.plan_machine import RESULTS, Measured, gpu_of_name, gpus, results_folder
 from echo_megatron.plan_memory import kept_bytes, memory_of, sent_bytes, slot_bytes, state_bytes, workspace_bytes
 from echo_megatron.plan_model import Work, calibrate, predict
-from echo_megatron.reference import choose_algorithm
+from echo_megatron.reference import choose_algorithm, num_sent_bytes, num_sent_share_bytes
 from echo_megatron.sites import Site
 from tests.distributed import run_ranks
 
@@ -92,8 +93,6 @@ def test_sent_bytes_are_the_transports(measured: Measured) -> None:
     for world_size, config, sequence_parallel in itertools.product(
         (2, 4), (ECHO4.replace(min_bytes=0), ECHO8.replace(min_bytes=0)), (False, True)
     ):
-        from echo_megatron.reference import num_sent_bytes, num_sent_share_bytes
-
         work, times = Work(shape, world_size, sequence_parallel), times_of(measured, world_size)
         num_values = work.message_bytes // 2
         if sequence_parallel:
@@ -176,7 +175,7 @@ def test_small_messages_take_nccls_time_and_no_memory(measured: Measured) -> Non
     below = times.ms(ECHO4, Collective.all_reduce, size - 2, Direction.forward)
     assert below == times.nccl_ms(Collective.all_reduce, size - 2)
     assert times.ms(ECHO4, Collective.all_reduce, size, Direction.forward) != times.nccl_ms(Collective.all_reduce, size)
-    token = Work(plan.replace(SHAPE, batch=1, sequence=1), 2)
+    token = Work(replace(SHAPE, batch=1, sequence=1), 2)
     memory = memory_of(token, ECHO4, times, TransportName.p2p, recompute=True)
     assert (memory.state, memory.workspace, memory.kept_codes) == (0, 0, 0)
 
@@ -193,7 +192,7 @@ def test_steps_gain_more_with_more_ranks_and_never_beyond_the_calls(measured: Me
         assert bound < echo4.step_ms < nccl.step_ms
         gains.append(nccl.step_ms / echo4.step_ms)
     assert gains == sorted(gains)
-    doubled = predict(Work(plan.replace(SHAPE, num_layers=56), 2), ECHO4, times_of(measured, 2), calibration)
+    doubled = predict(Work(replace(SHAPE, num_layers=56), 2), ECHO4, times_of(measured, 2), calibration)
     assert doubled.calls_forward_ms == pytest.approx(
         2 * predict(Work(SHAPE, 2), ECHO4, times_of(measured, 2), calibration).calls_forward_ms
     )
@@ -285,4 +284,5 @@ def test_gpus_have_sources_and_are_found_by_cudas_names() -> None:
     for gpu in gpus().values():
         found = gpu_of_name(gpu.name)
         assert found is not None and found.key == gpu.key
-    assert gpu_of_name("NVIDIA GeForce RTX 4090") is None
+    for name in ("NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-40GB"):
+        assert gpu_of_name(name) is None
