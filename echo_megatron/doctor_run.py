@@ -7,6 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from echo_megatron.bench.step_models import MODELS, ModelShape
 from echo_megatron.config import MAX_WORLD_SIZE, Collective, Direction, EchoConfig
 from echo_megatron.doctor_facts import ask
 from echo_megatron.plan_calls import CallTimes
-from echo_megatron.plan_machine import Measured, gpu_of_name, results_folder
+from echo_megatron.plan_machine import Ceilings, Gpu, Measured, gpu_of_name, results_folder
 from echo_megatron.plan_model import Work, calibrate
 
 MIB = 1 << 20
@@ -99,7 +100,7 @@ def expectation(
             return {"none": "the measurement has no time of NCCL and echo4 at this size; give it more: --seconds"}
     else:
         assert gpu is not None
-        times = CallTimes(measured, measured.ceilings_of(gpu), world_size)
+        times = CallTimes(measured, _ceilings(measured, gpu, run), world_size)
         calls = {
             name: times.ms(EchoConfig.preset(name), Collective.all_reduce, message, Direction.forward)
             for name in ("nccl", *ECHO_ROWS)
@@ -112,7 +113,7 @@ def expectation(
             return {"none": f"--step-ms {step_ms:g}: less than the {nccl:.1f} ms that NCCL's calls alone take"}
     elif gpu is not None:
         work = Work(_shape(hidden, layers, tokens), world_size)
-        compute = calibration.compute_ms(work, measured.ceilings_of(gpu), trains=True)
+        compute = calibration.compute_ms(work, _ceilings(measured, gpu, run), trains=True)
     else:
         compute = None
     return {
@@ -132,6 +133,14 @@ def expectation(
             for name in ECHO_ROWS
         },
     }
+
+
+def _ceilings(measured: Measured, gpu: Gpu, run: Mapping[str, Any]) -> Ceilings:
+    """The GPU's, with this machine's wire and HBM where they were measured."""
+    ceilings, here = measured.ceilings_of(gpu), run.get("ceilings") or {}
+    return replace(
+        ceilings, wire=here.get("wire_gb_per_s") or ceilings.wire, hbm=here.get("hbm_gb_per_s") or ceilings.hbm
+    )
 
 
 def _measured_calls(run: Mapping[str, Any], message: int) -> dict[str, float] | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from echo_megatron.result_files import markdown_table, provenance_lines
@@ -35,7 +36,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))  # a message may hold what Rich takes for markup
     Console().print(table)
 
 

@@ -17,6 +17,7 @@ from echo_megatron import cli, doctor, doctor_facts, doctor_probe
 from echo_megatron.doctor_checks import Finding, Status, check_machine, check_run, exit_status
 from echo_megatron.doctor_facts import Facts, ask, environment_versions, parse_links
 from echo_megatron.doctor_run import _cause, expectation
+from echo_megatron.plan_tables import show
 
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150_000_000_000}
 VERSIONS = {
@@ -274,6 +275,8 @@ def test_expectations_are_measured_ones_where_p_was_measured() -> None:
     more = expectation(RUN, *asked, 8, None)
     assert more["calls_from"].startswith("plan for NVIDIA H200")
     assert more["echo4"]["step_speedup"] > here["echo4"]["step_speedup"]
+    slow_wire = {**RUN, "ceilings": {"wire_gb_per_s": 100.0, "hbm_gb_per_s": None}}
+    assert expectation(slow_wire, *asked, 8, None)["call_ms"]["nccl"] > 3 * more["call_ms"]["nccl"]
     assert "nothing was measured" in expectation({}, "NVIDIA X9", 1024, 28, 65536, 2, None)["none"]
     unknown = expectation(RUN, "NVIDIA X9", 1024, 28, 65536, 2, None)
     assert unknown["echo4"]["step_speedup"] is None
@@ -313,3 +316,12 @@ def test_a_real_run_on_the_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert report["exit_status"] == status
     assert findings["GPUs"]["status"] in ("degraded", "broken")  # broken where a driver's GPUs were hidden above
     assert "none" in report["expectation"]
+
+
+def test_tables_on_a_terminal_keep_brackets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "150")
+    show("Findings", ["found"], [["[rank0] failed: [Errno 2]"]])
+    assert "[rank0] failed: [Errno 2]" in capsys.readouterr().out
