@@ -9,8 +9,8 @@ What is modelled is one team (cuda/all_reduce.cuh, "Why no barrier"): teams shar
 
 The programs are protocol_model.py's, on the code's own layout. A process is its program and a counter, and what a slot
 or flag holds follows from its writer's counter; so a state is a tuple of counters, and `explore` visits all that can
-be reached, breadth first. Memory is sequentially consistent here: that stores are seen in order is what release, fence and
-acquire are for (signal.cuh).
+be reached, breadth first. Memory is sequentially consistent here: that stores are seen in order is what release, fence
+and acquire are for (signal.cuh).
 
 `grain="coarse"` joins steps that cannot matter. Reads and waits may be put off to the next store of their rank, because
 the only step of another rank that they do not commute with is the overwriting of what is read, which is an error
