@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo_megatron.bench import targets
+from echo_megatron.bench import shares, targets
 from echo_megatron.bench.rows import LARGE_SIZES, SMALL_SIZES
 from echo_megatron.bench.step_tables import load_table
 from echo_megatron.bench.tables import MATMULS, overview_table, provenance
@@ -213,6 +213,13 @@ def all_reduce_targets(results: Results, folder: str) -> list[str]:
     return targets.lines(results)
 
 
+def sequence_parallel_h200x2(results: Results, folder: str) -> list[str]:
+    """Sequence parallelism's collectives: what was aimed at, and what bounds it."""
+    page = "[All rows](results/sequence_parallel_h200x2.md)"
+    figure = "![times faster than NCCL by size](results/sequence_parallel_h200x2.png)"
+    return [*shares.lines(results), "", figure, "", f"{page}. {' '.join(provenance(results))}"]
+
+
 ALL_REDUCE = "torchrun --nproc-per-node 2 scripts/bench_all_reduce.py --out docs/results --name all_reduce_h200x2"
 BLOCKS = {
     "quickstart": Block(
@@ -229,6 +236,12 @@ BLOCKS = {
     "error_feedback_simulation": Block(error_feedback_simulation, "python scripts/error_feedback_simulation.py"),
     "all_reduce_h200x2": Block(all_reduce_h200x2, ALL_REDUCE),
     "all_reduce_targets": Block(all_reduce_targets, ALL_REDUCE, source="all_reduce_h200x2"),
+    "sequence_parallel_h200x2": Block(
+        sequence_parallel_h200x2,
+        "torchrun --nproc-per-node 2 scripts/bench_sequence_parallel.py --out docs/results --name "
+        "sequence_parallel_h200x2",
+        source="sequence_parallel_h200x2",  # its figure's place is that of the page in docs
+    ),
     # Recorded by an earlier form of the script; now: --transport collective.
     "collective_h200x2": Block(
         collective_h200x2,

@@ -321,7 +321,7 @@ class TestUpdateReadme:
         assert is_stale == (source is None), "a figure beside the results belongs into their block, not into a view"
 
     def test_every_kind_of_block_is_tried(self, updater: ModuleType) -> None:
-        tried = {*EXAMPLES, "error_feedback_simulation"}  # the latter's results are in docs
+        tried = {*EXAMPLES, "error_feedback_simulation", "sequence_parallel_h200x2"}  # the latter's results are in docs
         assert tried == set(updater.BLOCKS) and (RESULTS / "error_feedback_simulation.json").is_file()
 
     def test_a_missing_result_is_an_error_unless_allowed(
