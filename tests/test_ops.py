@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from echo_megatron import ops
+from echo_megatron import kernel_build, ops
 from echo_megatron.config import Policy, StateDtype
 from echo_megatron.kernel_build import KernelsUnavailable, source_hash
 from echo_megatron.quantizer import TILE_VALUES, Quantizer
@@ -51,19 +51,57 @@ def test_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.load()
 
 
+# What binding.cpp is linked with where there is no GPU: nothing here launches a kernel, and all of them take minutes.
+NO_KERNELS = """
+#include "launch.cuh"
+namespace echo {
+template <int kBits, Policy kPolicy>
+cudaError_t AllReduce<kBits, kPolicy>::launch(const Arguments&, Algorithm, Residual, StateDtype, int, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+template <int kBits, Policy kPolicy>
+cudaError_t AllReduce<kBits, kPolicy>::max_blocks(Algorithm, Residual, StateDtype, Dtype, int, int*) {
+  return cudaErrorNotSupported;
+}
+#define ECHO_POLICY(name) \\
+  template struct AllReduce<4, Policy::name>; \\
+  template struct AllReduce<8, Policy::name>;
+ECHO_POLICY(symmetric) ECHO_POLICY(naive) ECHO_POLICY(zero_aware) ECHO_POLICY(rotated) ECHO_POLICY(rotated_asymmetric)
+cudaError_t launch_exact(const ExactArguments&, int, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t launch_decode(const RecordArguments&, int, Policy, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t launch_update(const RecordArguments&, int, Policy, StateDtype, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+}  // namespace echo
+"""
+
+
 @pytest.fixture(scope="module")
-def library() -> None:
+def library(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if torch.cuda.is_available():
+        ops.load()
+        return
+    folder, sources = tmp_path_factory.mktemp("binding"), kernel_build.read_sources()
     try:
-        ops.load(None if torch.cuda.is_available() else "90")
+        builder = kernel_build.Builder(sources, ["90"], lambda line: None)
     except KernelsUnavailable as error:
         pytest.skip(str(error))
+    included = builder.write_sources()
+    [binding] = [unit for unit in kernel_build.units(sources) if unit.source == "binding.cpp"]
+    (folder / "no_kernels.cpp").write_text(NO_KERNELS)
+    stub = [str(folder / "no_kernels.cpp"), f"-I{included}", "-c", "-o", str(folder / "no_kernels.o")]
+    subprocess.run([str(builder.nvcc), *kernel_build.HOST_FLAGS, *stub], check=True, timeout=120)
+    builder.link([builder.compile(binding, included), folder / "no_kernels.o"], folder / "library.so")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ECHO_KERNEL_LIBRARY", str(folder / "library.so"))
+        ops.load("90")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("library")
 class TestLoaded:
-    """With the library for Hopper, which loads without a GPU."""
+    """With the binding, which loads without a GPU."""
 
     def test_loads_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail("loaded again"))
