@@ -8,13 +8,14 @@ RUN_STAMP := .venv/.installed-run
 TEST_STAMP := .venv/.installed-test
 STUDY_STAMP := .venv/.installed-study
 EVAL_STAMP := .venv/.installed-eval
+DOCS_STAMP := .venv/.installed-docs
 NEMO_STAMP := .venv-nemo/.installed
 INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirements/build.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv quickstart kernels test fuzz test-nemo test-megatron lint format lock study-env eval-env nemo-env clean
+.PHONY: help venv quickstart kernels test fuzz test-nemo test-megatron lint format lock docs study-env eval-env nemo-env clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +28,7 @@ $(RUN_STAMP): requirements/run.txt $(INSTALLER)
 	@touch $@
 
 $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
-	@rm -f $(RUN_STAMP) $(STUDY_STAMP) $(EVAL_STAMP) $@
+	@rm -f $(RUN_STAMP) $(STUDY_STAMP) $(EVAL_STAMP) $(DOCS_STAMP) $@
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/test.txt
 	@touch $(RUN_STAMP) $@
 
@@ -75,7 +76,7 @@ LOCK := CUSTOM_COMPILE_COMMAND="make lock" ../$(BIN)/python -m piptools compile 
 	--no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 
 lock: $(TEST_STAMP) ## write requirements/*.txt anew from *.in; versions move only as far as they must (LOCK_ARGS=--upgrade)
-	cd requirements && for name in build run test study eval nemo; do \
+	cd requirements && for name in build run test study eval docs nemo; do \
 		$(LOCK) $(LOCK_ARGS) --output-file $$name.txt $$name.in || exit 1; done
 
 study-env: $(STUDY_STAMP) ## what scripts/quantizer_study.py needs besides .venv: gguf and a small model, 90 MB
@@ -90,6 +91,19 @@ eval-env: $(EVAL_STAMP) ## what echo-megatron lm-eval needs besides .venv: lm-ev
 $(EVAL_STAMP): requirements/eval.txt $(TEST_STAMP)
 	@rm -f $@
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/eval.txt
+	@touch $@
+
+# Named one by one: the package lists what it loads late, and pdoc would look no further. What belongs to another
+# environment (NeMo, Megatron-Bridge, lm-evaluation-harness) can't be imported in this one.
+API_MODULES = $(shell find echo_megatron -name '[a-z]*.py' | grep -Ev 'nemo|bridge|megatron_lm|lm_eval' | sed 's|/|.|g; s|\.py$$||' | sort)
+
+docs: $(DOCS_STAMP) ## API reference from the docstrings in build/api, about a minute
+	@rm -rf build/api
+	@$(BIN)/python -W ignore -m pdoc --docformat google --output-directory build/api $(API_MODULES)
+
+$(DOCS_STAMP): requirements/docs.txt $(TEST_STAMP)
+	@rm -f $@
+	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/docs.txt
 	@touch $@
 
 nemo-env: $(NEMO_STAMP) ## .venv-nemo with NeMo 2.7.3 and megatron-core 0.15.3

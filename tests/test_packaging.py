@@ -179,7 +179,7 @@ class TestLocks:
         assert run.items() <= test.items()
         assert build.items() <= test.items()
 
-    @pytest.mark.parametrize("name", ["study", "eval"])
+    @pytest.mark.parametrize("name", ["study", "eval", "docs"])
     def test_what_is_added_changes_no_version_of_the_environment_that_it_is_installed_into(self, name: str) -> None:
         test, added = (pinned(ROOT / "requirements" / f"{lock}.txt") for lock in ("test", name))
         assert {name: test[name] for name in added.keys() & test.keys()}.items() <= added.items()
