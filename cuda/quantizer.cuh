@@ -17,7 +17,7 @@
 namespace echo {
 
 constexpr int kTileTargetExponent = 14;
-constexpr int kGroupHeadroomBits = 5;
+constexpr int kGroupHeadroomBits = 12;
 constexpr int kRotationHeadroomBits = 5;
 constexpr float kFarthestZeroPoint = 1.0f / 1024;
 

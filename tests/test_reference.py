@@ -173,6 +173,20 @@ def test_tiny_gradients_survive(policy, rescale, amplitude):
     assert error.norm() / exact.norm() < 0.2
 
 
+@pytest.mark.parametrize(("policy", "bits"), list(itertools.product(POLICIES, (4, 8))))
+@pytest.mark.parametrize("rescale", [Rescale.tile, Rescale.group])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_quiet_site_behind_massive_activations_is_finite(policy, bits, rescale, algorithm):
+    """What is fed back of one huge value, with the consensus residual most of it, meets small contributions."""
+    config = make_config(policy, bits=bits, rescale=rescale, algorithm=algorithm, residual=Residual.consensus)
+    group = SimulatedGroup(4, config)
+    for k, (largest, scale) in enumerate([(2e4, 1.0), (0.0, 1.0), (0.0, 0.1), (2e4, 0.1), (0.0, 0.1)]):
+        xs = contributions(4, 5000, seed=k, scale=scale)
+        xs[k % 4][1234] += largest
+        output = group.all_reduce(xs, forward_site(k, bits))
+        assert output.isfinite().all(), k
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rescale", list(Rescale))
 def test_zero_gradients_return_zeros(policy, rescale):
