@@ -160,7 +160,7 @@ def pinned(lock: Path) -> dict[str, str]:
 
 class TestLocks:
     def test_there_is_one_for_each_purpose(self) -> None:
-        names = ["build", "eval", "nemo", "nemo_nodeps", "run", "study", "study_nodeps", "test"]
+        names = ["build", "docs", "eval", "nemo", "nemo_nodeps", "run", "study", "study_nodeps", "test"]
         assert [lock.stem for lock in LOCKS] == names
 
     @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
