@@ -20,7 +20,7 @@ struct Signals {
 
 struct Coefficients {  // of Compensator, in its order
   float correction_decay, correction_from_average, correction_from_residual, average_decay, average_from_residual;
-  // c is of the last residual alone: nothing is read of the old state, and no m2 is kept.
+  // c and m2 are of the last residual alone: the update reads nothing of the old state.
   ECHO_HD bool memoryless() const { return correction_decay == 0.0f && correction_from_average == 0.0f; }
 };
 

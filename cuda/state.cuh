@@ -3,7 +3,7 @@
 // What a call reads of it comes from shared memory, where a copy was started a tile ahead, or from the state itself.
 // A tile's state is laid out so that threads read and write 16 bytes side by side: chunk j of thread t lies at
 // (j * 128 + t) * 16 in its region (c, then m2). Compact: c is 8-bit codes (+128), m2 4-bit codes (+8), one BF16 scale
-// each for a block (echo_megatron/state.py). Without memory there is no m2: its place is neither read nor written.
+// each for a block (echo_megatron/state.py).
 #pragma once
 
 #include "arguments.cuh"
@@ -144,12 +144,12 @@ class BlockState {
         next<kFresh>(j, u, k, c, m);
         if (kDtype == StateDtype::bf16) {
           write(0, j, pack_bf16(c));
-          if (!k.memoryless()) write(1, j, pack_bf16(m));
+          write(1, j, pack_bf16(m));
         } else {
           ECHO_UNROLL
           for (int h = 0; h < 2; ++h) {
             write(0, 2 * j + h, as_chunk(c + 4 * h));
-            if (!k.memoryless()) write(1, 2 * j + h, as_chunk(m + 4 * h));
+            write(1, 2 * j + h, as_chunk(m + 4 * h));
           }
         }
       }
@@ -195,13 +195,13 @@ class BlockState {
     for (int j = 0; j < 4; ++j) {
       float c[8], m[8];
       next<kFresh>(j, u, k, c, m);
-      if (!kFresh || !k.memoryless()) m_words[j] = pack_codes<4>(m, m_factor);
+      m_words[j] = pack_codes<4>(m, m_factor);
       c_words[2 * j] = pack_codes<8>(c, c_factor);
       c_words[2 * j + 1] = pack_codes<8>(c + 4, c_factor);
     }
     write(0, 0, make_uint4(c_words[0], c_words[1], c_words[2], c_words[3]));
     write(0, 1, make_uint4(c_words[4], c_words[5], c_words[6], c_words[7]));
-    if (!kFresh || !k.memoryless()) write(1, 0, make_uint4(m_words[0], m_words[1], m_words[2], m_words[3]));
+    write(1, 0, make_uint4(m_words[0], m_words[1], m_words[2], m_words[3]));
     __stcs(reinterpret_cast<uint32_t*>(tile_ + kCompactScalesOffset) + thread_, c_bits | m_bits << 16);
   }
 

@@ -70,12 +70,12 @@ class Compensator:
 
     @property
     def is_memoryless(self) -> bool:
-        """c is of the last residual alone (`beta1: 0`, and `beta2: 0` or `a: 1`): transports need not keep m2."""
+        """c is of the last residual alone (`beta1: 0`, and `beta2: 0` or `a: 1`): `update` reads no old state."""
         return self._is_memoryless
 
     @property
     def average(self) -> Tensor:
-        """m2 after the last `update`, fp32; the last residual's part alone where the compensator is memoryless."""
+        """m2 after the last `update`, fp32."""
         assert self._state is not None
         return self._state.average()
 

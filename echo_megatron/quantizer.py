@@ -35,8 +35,8 @@ ROTATION_BLOCK = 32
 
 # A tile's largest magnitude is brought into [2^14, 2^15): its scales fit FP16 and the 8-bit scale, with room around.
 TILE_TARGET_EXPONENT = 14
-# One exponent a call is chosen before contributions are summed (8 ranks: 3 bits) and compensated. A correction is not of
-# this site's size: behind a site of massive activations it may be hundreds of times what the next one sums...
+# One exponent a call is chosen before contributions are summed (8 ranks: 3 bits) and compensated. A correction is not
+# of this site's size: behind a site of massive activations it may be hundreds of times what the next one sums...
 GROUP_HEADROOM_BITS = 12
 # ...and before a block of 32 is rotated without scaling (5 bits).
 ROTATION_HEADROOM_BITS = 5

@@ -434,10 +434,10 @@ def test_state_over_the_sites_of_a_pass(
         assert correction is not None and same_bits(tile_corrections(state, dtype), correction)
         if dtype is StateDtype.compact:
             assert isinstance(compensator._state, state_module.CompactState)
-            assert same_compact_state(state, compensator._state, not compensator.is_memoryless)
+            assert same_compact_state(state, compensator._state)
 
 
-def same_compact_state(tile: Tensor, expected: state_module.CompactState, with_average: bool) -> bool:
+def same_compact_state(tile: Tensor, expected: state_module.CompactState) -> bool:
     """The bytes of a tile's state (cuda/state.cuh); of a block whose scale is NaN the scale alone."""
     chunks = tile[: TILE_VALUES * 3 // 2].view(-1, TILE_VALUES // state_module.BLOCK_VALUES, 16)  # [chunk, block, 16]
     codes = torch.cat((chunks[0], chunks[1]), dim=-1).to(torch.int16) - 128
@@ -447,7 +447,7 @@ def same_compact_state(tile: Tensor, expected: state_module.CompactState, with_a
     return (
         same_bits(scales.float(), expected_scales.float())
         and torch.equal(codes[finite[:, 0]], expected.correction_codes[finite[:, 0]].to(torch.int16))
-        and (not with_average or torch.equal(chunks[2][finite[:, 1]], expected.average_codes[finite[:, 1]]))
+        and torch.equal(chunks[2][finite[:, 1]], expected.average_codes[finite[:, 1]])
     )
 
 

@@ -61,6 +61,7 @@ def find_checkpoint(folder: Path) -> RunCheckpoint:
         step = checkpoints.latest()
         if step is None:
             raise ValueError(f"{folder}: has no checkpoint yet (checkpoints/latest.json); train it first")
+        checkpoints.check(step)
         path = checkpoints.whole(step)
     else:
         path = folder

@@ -192,9 +192,7 @@ class P2PTransport:
         if self._updates_later(site):
             self._update_of(site).wait(self._stream)
         num_values, algorithm = plan.state_key
-        return read_correction(
-            state, self.config.group_size, compensator.dtype, algorithm, self.world_size, num_values
-        )
+        return read_correction(state, self.config.group_size, compensator.dtype, algorithm, self.world_size, num_values)
 
     def _scattered_correction(self, plan: SharePlan, compensator: Compensator) -> Tensor | None:
         state = compensator.written_state(plan.state_key, plan.num_state_bytes, self._device)
