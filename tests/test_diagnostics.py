@@ -166,7 +166,7 @@ def test_values_outside_the_grid_and_groups_that_vanish():
         quantizer = Quantizer(4, policy, group_size(policy), Rescale.tile)
         assert grid_use(quantizer, quantizer.to_basis(tiny), None).tolist()[1] == 0
     exponent = plain.call_exponent(torch.tensor(1.0))
-    assert grid_use(plain, torch.full((128,), 2.0**10), exponent).tolist() == [1, 0]
+    assert grid_use(plain, torch.full((128,), 2.0**17), exponent).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.one_shot, Algorithm.two_shot])
