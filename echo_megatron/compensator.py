@@ -40,7 +40,9 @@ class Compensator:
         self.average_decay = beta2
         self.average_from_residual = 1 - beta2
         kept = torch.tensor([self.correction_decay, self.correction_from_average], dtype=torch.float32)
-        self._is_memoryless = not kept.any()  # in the precision that the recurrence has
+        # c is of the last residual alone (beta1 = 0, and beta2 = 0 or a = 1), in the recurrence's precision: `update`
+        # reads no old state.
+        self.is_memoryless = not kept.any()
         self.dtype = config.state_dtype_of(direction)
         self._state: State | None = None
         self._raw: Tensor | None = None
@@ -67,11 +69,6 @@ class Compensator:
             self.average_decay,
             self.average_from_residual,
         ]
-
-    @property
-    def is_memoryless(self) -> bool:
-        """c is of the last residual alone (`beta1: 0`, and `beta2: 0` or `a: 1`): `update` reads no old state."""
-        return self._is_memoryless
 
     @property
     def average(self) -> Tensor:

@@ -18,7 +18,16 @@ from echo_megatron.bench import step_profile, step_tables
 from echo_megatron.bench.parts import FAILURES, PartedBench
 from echo_megatron.bench.step_load import Copied, Load, Loaded
 from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers, layers_kind
-from echo_megatron.bench.step_settings import NCCL, SKIPPED, Setting, all_settings, installed, memory_of, num_sites
+from echo_megatron.bench.step_settings import (
+    NCCL,
+    SKIPPED,
+    Setting,
+    all_settings,
+    chosen,
+    installed,
+    memory_of,
+    num_sites,
+)
 from echo_megatron.bench.step_timing import Block, Ranks, Shares, fits, time_block
 from echo_megatron.config import TransportName
 
@@ -65,11 +74,7 @@ class StepBench(PartedBench):
     ) -> None:
         self.options, self.device = options, device
         known = all_settings(options.timeout_s, TransportName[options.transport])
-        if unknown := sorted(set(options.settings or []) - set(known)):
-            raise ValueError(f"--settings: expected some of {', '.join(known)}; got {', '.join(unknown)}")
-        self.settings = [
-            s for name, s in known.items() if options.settings is None or name in (NCCL, *options.settings)
-        ]
+        self.settings = chosen(known, options.settings)
         per_model = [
             BUILD_WEIGHT,
             *(float(len(self._settings_at(load))) for load in options.loads),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -47,6 +47,17 @@ def all_settings(timeout_s: float, transport: TransportName) -> dict[str, Settin
         Setting(SKIPPED),
     ]
     return {setting.name: setting for setting in settings}
+
+
+def chosen(known: Mapping[str, Setting], names: Sequence[str] | None) -> list[Setting]:
+    """The settings of `names` and the group's own all-reduce, which they are compared with; all where None.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    if unknown := sorted(set(names or []) - set(known)):
+        raise ValueError(f"--settings: expected some of {', '.join(known)}; got {', '.join(unknown)}")
+    return [setting for name, setting in known.items() if names is None or name in (NCCL, *names)]
 
 
 class SkippingCommunicator:

@@ -13,7 +13,7 @@ from echo_megatron.bench import ttft_tables
 from echo_megatron.bench.parts import FAILURES, PartedBench
 from echo_megatron.bench.step_load import Copied, Load, Loaded
 from echo_megatron.bench.step_models import MODELS, layers_kind
-from echo_megatron.bench.step_settings import NCCL, Setting, installed, num_sites
+from echo_megatron.bench.step_settings import NCCL, Setting, chosen, installed, num_sites
 from echo_megatron.bench.step_timing import Block, Ranks, Shares, fits, time_block
 from echo_megatron.bench.ttft_models import ALL4, Serving, serving_settings
 from echo_megatron.config import TransportName
@@ -61,11 +61,7 @@ class TtftBench(PartedBench):
         self, options: argparse.Namespace, device: torch.device, ranks: Ranks, load: Load | None, start: float
     ) -> None:
         known = serving_settings(options.timeout_s, TransportName[options.transport])
-        if unknown := sorted(set(options.settings or []) - set(known)):
-            raise ValueError(f"--settings: expected some of {', '.join(known)}; got {', '.join(unknown)}")
-        self.settings = [
-            s for name, s in known.items() if options.settings is None or name in (NCCL, *options.settings)
-        ]
+        self.settings = chosen(known, options.settings)
         per_model = [BUILD_WEIGHT, *([1.0] * len(options.loads)), *([DECODE_WEIGHT] if options.decode_batches else [])]
         shares = Shares(options.budget_s, start, per_model * len(options.models), ranks)
         super().__init__(options, device, ranks, load, shares)
