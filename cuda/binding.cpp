@@ -210,6 +210,8 @@ void run_collective(const char* op, const Tensor& x, const Tensor& y, const Tens
   a.fresh = fresh;
   a.aligned = is_aligned(x, y, in_shares(algorithm) ? a.num_values * static_cast<int64_t>(x.element_size()) : 0);
   a.coefficients = coefficients_of(op, coefficients);
+  TORCH_CHECK(residual == Residual::none || state_dtype != StateDtype::compact || a.coefficients.memoryless(), op,
+              ": the compact state keeps no average; expected coefficients of the last residual alone");
   const int grid = grid_of(op, num_blocks, num_teams, tiles);
   a.signature = signature_of({1, a.num_values, static_cast<int64_t>(a.dtype), bits, policy_idx, group_size,
                               static_cast<int64_t>(algorithm), rescale_idx, grid, depth, ring, slot_bytes},

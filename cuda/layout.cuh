@@ -118,14 +118,14 @@ ECHO_HD int state_segment(Algorithm algorithm, int rank, int segment) {
   return algorithm == Algorithm::reduce_scatter ? segment - (segment > rank) : segment;
 }
 
-// Bytes of the compensator's state for one tile: c, then m2, then (compact) the scales of both.
-ECHO_HD constexpr int state_value_bytes(StateDtype dtype) { return dtype == StateDtype::fp32 ? 4 : 2; }
-ECHO_HD constexpr int state_average_offset(StateDtype dtype) {
-  return dtype == StateDtype::compact ? kTileValues : kTileValues * state_value_bytes(dtype);
+// Bytes of the compensator's state for one tile: c, then m2; compact: the codes of c, then its scales.
+ECHO_HD constexpr int state_value_bytes(StateDtype dtype) {
+  return dtype == StateDtype::fp32 ? 4 : dtype == StateDtype::bf16 ? 2 : 1;
 }
-constexpr int kCompactScalesOffset = kTileValues + kTileValues / 2;
+ECHO_HD constexpr int state_correction_bytes(StateDtype dtype) { return kTileValues * state_value_bytes(dtype); }
 ECHO_HD constexpr int state_tile_bytes(StateDtype dtype) {
-  return dtype == StateDtype::compact ? kCompactScalesOffset + kTeamThreads * 4 : 2 * state_average_offset(dtype);
+  return dtype == StateDtype::compact ? state_correction_bytes(dtype) + kTeamThreads * 4
+                                      : 2 * state_correction_bytes(dtype);
 }
 
 // The words of the control region that ranks and thread blocks share.

@@ -192,17 +192,17 @@ ECHO_HD int call_exponent(float amax, bool rotates) {
   return exponent_for(amax, kTileTargetExponent - kGroupHeadroomBits - (rotates ? kRotationHeadroomBits : 0));
 }
 
-// Compact state: a code times a BF16 scale; kHighest is 127 for c, 7 for m2.
 ECHO_HD uint32_t bf16_bits(float value) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
 ECHO_HD float bf16_value(uint32_t bits) { return float_of(bits << 16); }
+
+// Compact state (echo_megatron/state.py): a code times a scale, a BF16 number. `amax` may be NaN or Inf: the block then
+// reads back NaN.
 ECHO_HD float compact_highest_bound() { return power_of_two(119); }
-ECHO_HD uint32_t compact_scale_bits(float amax, float highest) {  // amax may be NaN or Inf: the block reads back NaN
-  if (!(amax < infinity())) return 0x7fc0u;
-  const float scale = larger(amax / highest, power_of_two(-126));
-  return bf16_bits(amax < compact_highest_bound() ? scale : power_of_two(-126));
+ECHO_HD float compact_scale(float amax) {
+  if (!(amax < infinity())) return float_of(0x7fc00000u);
+  const float scale = amax < compact_highest_bound() ? larger(amax / 127.0f, power_of_two(-126)) : power_of_two(-126);
+  return bf16_value(bf16_bits(scale));
 }
-ECHO_HD float compact_factor(uint32_t scale_bits, float amax) {
-  return amax < compact_highest_bound() ? 1.0f / bf16_value(scale_bits) : 0.0f;
-}
+ECHO_HD float compact_factor(float scale, float amax) { return amax < compact_highest_bound() ? 1.0f / scale : 0.0f; }
 
 }  // namespace echo

@@ -69,7 +69,7 @@ class Communicator:
         by_message = self.transport.algorithm is Algorithm.auto
         why = "chosen by message" if by_message else f"at {self.group.size()} ranks"
         compensation = (
-            f"{_residuals(config)}, eta {config.eta:g}, {_state_dtypes(config)} state"
+            f"{_residuals(config)}, {_feedback(config)}, {_state_dtypes(config)} state"
             if config.compensates
             else "no compensation"
         )
@@ -245,6 +245,14 @@ def _without_grad() -> AbstractContextManager[None]:
 def _residuals(config: EchoConfig) -> str:
     forward, backward = (config.residual_of(direction).name for direction in Direction)
     return f"{forward} residual" if forward == backward else f"{forward} residual forward and {backward} backward"
+
+
+def _feedback(config: EchoConfig) -> str:
+    forward, backward = (
+        f"eta {feedback.eta:g}" + ("" if feedback.is_memoryless else f" betas {feedback.beta1:g}, {feedback.beta2:g}")
+        for feedback in map(config.feedback_of, Direction)
+    )
+    return forward if forward == backward else f"{forward} forward and {backward} backward"
 
 
 def _state_dtypes(config: EchoConfig) -> str:

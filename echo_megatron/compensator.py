@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echo_megatron.config import Direction, EchoConfig
+from echo_megatron.config import Direction, EchoConfig, Feedback
 from echo_megatron.state import State, make_state
 
 
@@ -33,7 +33,8 @@ class Compensator:
     """
 
     def __init__(self, config: EchoConfig, direction: Direction = Direction.forward) -> None:
-        eta, a, beta1, beta2 = config.eta, config.a, config.beta1, config.beta2
+        feedback = config.feedback_of(direction)
+        eta, a, beta1, beta2 = feedback.eta, feedback.a, feedback.beta1, feedback.beta2
         self.correction_decay = beta1
         self.correction_from_average = eta * (1 - a) * (beta2 - beta1)
         self.correction_from_residual = eta * (a * (1 - beta1) + (1 - a) * (1 - beta2))
@@ -86,7 +87,7 @@ class Compensator:
         if self._state is None or self._layout != layout:
             # An evaluation may allocate in inference mode what the next training pass writes: that needs plain tensors.
             with torch.inference_mode(False):
-                self._state = make_state(self.dtype, values.shape, values.device, self.coefficients)
+                self._state = make_state(self.dtype, values.shape, values.device)
             self._raw = None
             self._layout = layout
             self._fresh = True
@@ -97,13 +98,12 @@ class Compensator:
         assert self._state is not None
         correction = residual * self.correction_from_residual
         average = residual * self.average_from_residual
-        starts_anew = self._fresh or self.is_memoryless
-        if not starts_anew:
+        if not (self._fresh or self.is_memoryless):
             old_average = self._state.average()
             kept = self._state.correction() * self.correction_decay + old_average * self.correction_from_average
             correction = kept + correction
             average = old_average * self.average_decay + average
-        self._state.store(correction, average, residual, starts_anew)
+        self._state.store(correction, average)
         self._fresh = False
 
     def raw_state(
@@ -163,39 +163,39 @@ class Compensator:
 # -- closed forms of the analysis (paper Secs. 5.2 and 6); tests hold the recurrence to them
 
 
-def weight(config: EchoConfig, age: int) -> float:
+def weight(feedback: Feedback, age: int) -> float:
     """w_r: the weight of an error `age` sites old in the correction (Eqn. 12)."""
-    a, beta1, beta2 = config.a, config.beta1, config.beta2
+    a, beta1, beta2 = feedback.a, feedback.beta1, feedback.beta2
     return a * (1 - beta1) * beta1**age + (1 - a) * (1 - beta2) * beta2**age
 
 
-def tail(config: EchoConfig, age: int) -> float:
+def tail(feedback: Feedback, age: int) -> float:
     """T_m = sum of w_r for r >= m: what of an error is still uncorrected at gain one after m sites."""
-    return config.a * config.beta1**age + (1 - config.a) * config.beta2**age
+    return feedback.a * feedback.beta1**age + (1 - feedback.a) * feedback.beta2**age
 
 
-def remaining(config: EchoConfig, age: int) -> float:
+def remaining(feedback: Feedback, age: int) -> float:
     """phi_m: the fraction of an error that remains in the partial sum m sites later (Eqn. 13)."""
-    return 1 - config.eta * (1 - tail(config, age))
+    return 1 - feedback.eta * (1 - tail(feedback, age))
 
 
-def tail_sum(config: EchoConfig) -> float:
+def tail_sum(feedback: Feedback) -> float:
     """1 + mu_w = sum of T_m, the window of errors that stays in the sum at gain one."""
-    return config.a / (1 - config.beta1) + (1 - config.a) / (1 - config.beta2)
+    return feedback.a / (1 - feedback.beta1) + (1 - feedback.a) / (1 - feedback.beta2)
 
 
-def tail_square_sum(config: EchoConfig) -> float:
+def tail_square_sum(feedback: Feedback) -> float:
     """tau_2 = sum of T_m^2."""
-    a, beta1, beta2 = config.a, config.beta1, config.beta2
+    a, beta1, beta2 = feedback.a, feedback.beta1, feedback.beta2
     cross = 2 * a * (1 - a) / (1 - beta1 * beta2)
     return a**2 / (1 - beta1**2) + cross + (1 - a) ** 2 / (1 - beta2**2)
 
 
-def source_bound(config: EchoConfig, num_sites: int, q: float) -> float:
+def source_bound(feedback: Feedback, num_sites: int, q: float) -> float:
     """max_t |S_t| for any errors |delta_k| <= q over a pass of `num_sites` sites (Eqn. 21)."""
-    return (1 - config.eta) * num_sites * q + config.eta * tail_sum(config) * q
+    return (1 - feedback.eta) * num_sites * q + feedback.eta * tail_sum(feedback) * q
 
 
-def source_variance(config: EchoConfig, num_sites: int) -> float:
+def source_variance(feedback: Feedback, num_sites: int) -> float:
     """E|S_N|^2 in units of q^2 for uncorrelated errors of variance q^2: sum of phi_m^2 (Eqn. 13)."""
-    return sum(remaining(config, age) ** 2 for age in range(num_sites))
+    return sum(remaining(feedback, age) ** 2 for age in range(num_sites))

@@ -79,6 +79,34 @@ class Phase(Enum):
     evaluate = "evaluate"
 
 
+@dataclass(frozen=True)
+class Feedback:
+    """What the compensator makes of the residuals of a pass (paper Eqns. 10 and 11).
+
+    Attributes:
+        eta: gain of the correction.
+        a: weight of the slow average in it.
+        beta1: decay of the slow average.
+        beta2: decay of the fast one.
+    """
+
+    eta: float
+    a: float
+    beta1: float
+    beta2: float
+
+    @property
+    def is_memoryless(self) -> bool:
+        """The correction is of the last residual alone."""
+        return self.beta1 == 0 and self.beta2 == 0
+
+
+# A rank's own rounding error is returned whole at the next site: no more than one error is ever in the sum. The consensus
+# residual holds besides how far the rank's contribution is from the mean, which only averages keep bounded: the paper's.
+DEFAULT_A = 0.35
+LOCAL_FEEDBACK = Feedback(eta=1.0, a=DEFAULT_A, beta1=0.0, beta2=0.0)
+PAPER_FEEDBACK = Feedback(eta=0.75, a=DEFAULT_A, beta1=0.7, beta2=0.3)
+
 QUANTIZED_BITS = (4, 8)
 NATIVE_BITS = 16  # Megatron's own communication: nothing is installed
 GROUP_SIZES = (32, 64, 128, 256)
@@ -103,12 +131,15 @@ class EchoConfig:
         residual: what the compensator feeds back.
         backward_residual: what it feeds back in backward passes; None: as `residual`.
         rescale: where the power-of-two factor is chosen.
-        eta: gain of the correction, 0 to 1; 0 switches compensation off (paper Eqn. 10).
+        eta: gain of the correction, 0 to 1; 0 switches compensation off (paper Eqn. 10). None: 1 for the local
+            residual, the paper's 0.75 for consensus.
         a: weight of the slow average in the correction, 0 to 1.
-        beta1: decay of the slow average, in [0, 1) (paper Eqn. 11).
-        beta2: decay of the fast average, in [0, 1).
-        state_dtype: storage of the compensator's state: 4 bytes a value in bf16, 8 in fp32, 1.625 in compact, which
-            rounds too coarsely for the consensus residual. None: compact for the local residual, bf16 for consensus.
+        beta1: decay of the slow average, in [0, 1) (paper Eqn. 11). None: 0 for the local residual, the paper's 0.7
+            for consensus.
+        beta2: decay of the fast average, in [0, 1). None: 0 for the local residual, the paper's 0.3 for consensus.
+        state_dtype: storage of the compensator's state: 4 bytes a value in bf16, 8 in fp32, 1.125 in compact, which
+            holds no averages and rounds too coarsely for the consensus residual. None: compact for the local residual
+            with beta1 = beta2 = 0, otherwise bf16.
         min_bytes: messages smaller than this many bytes stay at full precision: the group's own all-reduce, or the p2p
             transport's exact sum where that is faster. None: what was measured for the transport; with p2p the size
             up to which the exact sum takes no longer than a quantized one.
@@ -136,10 +167,10 @@ class EchoConfig:
     residual: Residual = Residual.local
     backward_residual: Residual | None = None
     rescale: Rescale = Rescale.tile
-    eta: float = 0.75
-    a: float = 0.35
-    beta1: float = 0.7
-    beta2: float = 0.3
+    eta: float | None = None
+    a: float = DEFAULT_A
+    beta1: float | None = None
+    beta2: float | None = None
     state_dtype: StateDtype | None = None
     min_bytes: int | None = None
     directions: list[Direction] = field(default_factory=lambda: list(Direction))
@@ -168,10 +199,10 @@ class EchoConfig:
             setattr(self, name, _to_enum(name, kind, getattr(self, name)))
         for name, kind in (("directions", Direction), ("phases", Phase)):
             setattr(self, name, _to_enum_list(name, kind, getattr(self, name)))
-        self._require_float("eta", 0, 1)
         self._require_float("a", 0, 1)
-        self._require_float("beta1", 0, 1, upper_open=True)
-        self._require_float("beta2", 0, 1, upper_open=True)
+        for name in ("eta", "beta1", "beta2"):
+            if getattr(self, name) is not None:
+                self._require_float(name, 0, 1, upper_open=name != "eta")
         self._require_float("early_fraction", 0, 1)
         self._require_float("timeout_s", 0, math.inf, lower_open=True)
         if self.min_bytes is not None and (not _is_int(self.min_bytes) or self.min_bytes < 0):
@@ -179,18 +210,38 @@ class EchoConfig:
         for name in ("early_bits", "last_bits"):
             if getattr(self, name) is not None and self.bits == NATIVE_BITS:
                 raise ValueError(f"{name}: expected None with bits=16, which quantizes nothing; set bits to 4 or 8")
-        if self.state_dtype is StateDtype.compact and Residual.consensus in map(self.residual_of, Direction):
+        if self.state_dtype is StateDtype.compact:
+            self._require_compact_state()
+
+    def _require_compact_state(self) -> None:
+        if Residual.consensus in map(self.residual_of, Direction):
             raise ValueError(
                 "state_dtype: expected bf16 or fp32 with residual=consensus, got compact: that residual is as large as "
                 "the contribution, and rounding its state that coarsely doubles or triples the accumulated error; set "
                 "residual=local, or leave state_dtype out"
             )
+        if not all(self.feedback_of(direction).is_memoryless for direction in Direction):
+            raise ValueError(
+                "state_dtype: expected bf16 or fp32 where beta1 or beta2 is not 0, got compact: it stores the last "
+                "residual and no averages; set beta1=0 and beta2=0, or leave state_dtype out"
+            )
+
+    def feedback_of(self, direction: Direction) -> Feedback:
+        """The coefficients of a direction: those given, else what suits its residual."""
+        default = PAPER_FEEDBACK if self.residual_of(direction) is Residual.consensus else LOCAL_FEEDBACK
+        return Feedback(
+            eta=default.eta if self.eta is None else self.eta,
+            a=self.a,
+            beta1=default.beta1 if self.beta1 is None else self.beta1,
+            beta2=default.beta2 if self.beta2 is None else self.beta2,
+        )
 
     def state_dtype_of(self, direction: Direction) -> StateDtype:
         """How the state of a direction is stored."""
         if self.state_dtype is not None:
             return self.state_dtype
-        return StateDtype.bf16 if self.residual_of(direction) is Residual.consensus else StateDtype.compact
+        is_small = self.residual_of(direction) is Residual.local and self.feedback_of(direction).is_memoryless
+        return StateDtype.compact if is_small else StateDtype.bf16
 
     @property
     def quantizes(self) -> bool:
@@ -200,7 +251,7 @@ class EchoConfig:
     @property
     def compensates(self) -> bool:
         """False for `eta: 0`: no state is allocated."""
-        return self.eta > 0
+        return self.eta is None or self.eta > 0
 
     def residual_of(self, direction: Direction) -> Residual:
         """What the compensator of a direction feeds back."""

@@ -162,7 +162,7 @@ class _Measurement:
         self._group = communicator.group
         self._config = communicator.config
         self._clocks = {direction: PassClock() for direction in Direction}
-        self._errors = {direction: PassErrors(self._config) for direction in Direction}
+        self._errors = {direction: PassErrors(self._config.feedback_of(direction)) for direction in Direction}
         self._measured: dict[Site, list[Tensor]] = {}
         self._num_bytes: dict[Site, list[int]] = {}
         self._num_exact: dict[Site, int] = {}

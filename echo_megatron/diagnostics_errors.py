@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echo_megatron.compensator import source_bound
-from echo_megatron.config import EchoConfig
+from echo_megatron.config import Feedback
 from echo_megatron.quantizer import Quantizer
 
 # A code at the end of the grid is half a step off by rounding alone; the margin is for FP32's.
@@ -32,7 +32,7 @@ class PassErrors:
     """Running errors of one pass direction; norms are over all values of the tensor, FP64.
 
     Args:
-        config: the compensator's coefficients.
+        feedback: the compensator's coefficients; gain 0 where nothing is compensated.
 
     Attributes:
         accumulated: S_t, fp32 [values]; None before the first site.
@@ -40,8 +40,8 @@ class PassErrors:
         num_sites: N.
     """
 
-    def __init__(self, config: EchoConfig) -> None:
-        self._config = config
+    def __init__(self, feedback: Feedback) -> None:
+        self._feedback = feedback
         self.begin()
 
     def begin(self) -> None:
@@ -69,7 +69,7 @@ class PassErrors:
         self.num_sites += 1
         size = norm(injected)
         self.largest = size if self.largest is None else torch.maximum(self.largest, size)
-        bound = source_bound(self._config, self.num_sites, 1.0) * self.largest
+        bound = source_bound(self._feedback, self.num_sites, 1.0) * self.largest
         whole = norm(exact)
         return torch.stack((ratio(norm(net), whole), ratio(size, whole), norm(self.accumulated), bound))
 

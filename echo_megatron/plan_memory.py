@@ -25,7 +25,7 @@ from echo_megatron.workspace import TEAMS_A_BLOCK
 
 # cuda/layout.cuh; tests hold the sums to it.
 CONTROL_BYTES, SLOT_ALIGNMENT, HEADER_BYTES, NUM_STAGES = 4096, 128, 16, 2
-COMPACT_BLOCK_BYTES = BLOCK_VALUES + BLOCK_VALUES // 2 + 4  # c, m2 and a BF16 scale of each
+COMPACT_BLOCK_BYTES = BLOCK_VALUES + 4  # codes and a scale
 
 
 @dataclass(frozen=True)

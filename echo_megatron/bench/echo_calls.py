@@ -12,7 +12,7 @@ from torch import Tensor
 from echo_megatron.bench.rows import EXACT, NATIVE, Kind, Row
 from echo_megatron.bench.timing import agree_max
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Residual
+from echo_megatron.config import PAPER_FEEDBACK, Algorithm, Direction, EchoConfig, Residual
 from echo_megatron.reference import SimulatedGroup
 from echo_megatron.sites import Site
 from echo_megatron.transports.p2p import P2PTransport
@@ -83,7 +83,7 @@ class UnfusedCall(EchoCall):
 
     def __call__(self, x: Tensor) -> Tensor:
         self._last, site = x, next(self._sites)
-        coefficients = EchoConfig()
+        coefficients = PAPER_FEEDBACK
         eta, a = coefficients.eta, coefficients.a
         if self._averages is None or self._averages[0].shape != x.shape:
             self._averages = (torch.zeros_like(x), torch.zeros_like(x))

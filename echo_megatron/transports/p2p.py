@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echo_megatron import ops
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Collective, EchoConfig, Residual
+from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, Residual
 from echo_megatron.sites import Site
 from echo_megatron.transports.consensus import ConsensusUpdate
 from echo_megatron.transports.p2p_plans import Plan, SharePlan, plan_all_reduce, plan_shares
@@ -58,7 +58,7 @@ class P2PTransport:
         self._updates_beside = True
         self._updates: dict[int, ConsensusUpdate] = {}
         self._num_sent_bytes = 0
-        self._coefficients = Compensator(config).coefficients
+        self._coefficients = {direction: Compensator(config, direction).coefficients for direction in Direction}
         library = torch.ops.echo_megatron
         # Overloads: an operator's own name looks for the overload that fits in each call.
         self._all_reduce, self._all_reduce_ = library.all_reduce.default, library.all_reduce_.default
@@ -299,7 +299,7 @@ class P2PTransport:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             call = (self.config, self._memory, self.world_size, x, site, self.choose(x, site))
-            plan = self._plans[key] = plan_all_reduce(*call, self._coefficients_if(compensates))
+            plan = self._plans[key] = plan_all_reduce(*call, self._coefficients_of(site, compensates))
         return plan
 
     def _share_plan(self, x: Tensor, site: Site, collective: Collective, compensates: bool) -> SharePlan:
@@ -311,11 +311,12 @@ class P2PTransport:
             num_values = x.numel() // (self.world_size if collective is Collective.reduce_scatter else 1)
             call = (self.config, self._memory, self.world_size, num_values, site, collective)
             choice = self.choose_shares(x, site, collective)
-            plan = self._share_plans[key] = plan_shares(*call, choice, self._coefficients_if(compensates))
+            plan = self._share_plans[key] = plan_shares(*call, choice, self._coefficients_of(site, compensates))
         return plan
 
-    def _coefficients_if(self, compensates: bool) -> list[float]:
-        return self._coefficients if compensates else [0.0] * len(self._coefficients)
+    def _coefficients_of(self, site: Site, compensates: bool) -> list[float]:
+        coefficients = self._coefficients[site.direction]
+        return coefficients if compensates else [0.0] * len(coefficients)
 
     def _updates_later(self, site: Site) -> bool:
         return self.config.residual_of(site.direction) is Residual.consensus

@@ -66,6 +66,6 @@ def tile_corrections(tiles: Tensor, dtype: StateDtype) -> Tensor:
     chunks = region.unflatten(-1, (-1, TEAM_THREADS, CHUNK_BYTES)).transpose(-3, -2).flatten(-3).contiguous()
     if dtype is not StateDtype.compact:
         return chunks.view(torch.bfloat16 if dtype is StateDtype.bf16 else torch.float32).to(torch.float32)
-    scales = tiles[..., -4 * TEAM_THREADS :].contiguous().view(torch.bfloat16)[..., 0::2].to(torch.float32)
+    scales = tiles[..., -4 * TEAM_THREADS :].contiguous().view(torch.float32)
     codes = chunks.to(torch.float32) - CODE_OFFSET
     return (codes.unflatten(-1, (TEAM_THREADS, BLOCK_VALUES)) * scales.unsqueeze(-1)).flatten(-2)

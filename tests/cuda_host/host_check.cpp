@@ -149,7 +149,7 @@ int check_exponent_for(float amax, int target) { return exponent_for(amax, targe
 int check_call_exponent(float amax, int rotates) { return call_exponent(amax, rotates != 0); }
 uint32_t check_half_bits(float value) { return half_bits(value); }
 float check_half_value(uint32_t bits) { return half_value(bits); }
-uint32_t check_compact_scale_bits(float amax, float highest) { return compact_scale_bits(amax, highest); }
+float check_compact_scale(float amax) { return compact_scale(amax); }
 
 int check_param_bytes(int policy) { return param_bytes(static_cast<Policy>(policy)); }
 void check_slot(int bits, int policy, int group_size, int* offsets) {
@@ -180,7 +180,7 @@ int check_state_segment(int algorithm, int rank, int segment) {
   return state_segment(static_cast<Algorithm>(algorithm), rank, segment);
 }
 void check_state(int dtype, int* out) {
-  out[0] = state_average_offset(static_cast<StateDtype>(dtype));
+  out[0] = state_correction_bytes(static_cast<StateDtype>(dtype));
   out[1] = state_tile_bytes(static_cast<StateDtype>(dtype));
   out[2] = dtype == static_cast<int>(StateDtype::bf16)   ? BlockState<StateDtype::bf16>::kTileBytes
            : dtype == static_cast<int>(StateDtype::fp32) ? BlockState<StateDtype::fp32>::kTileBytes
