@@ -101,8 +101,8 @@ class Feedback:
         return self.beta1 == 0 and self.beta2 == 0
 
 
-# A rank's own rounding error is returned whole at the next site: no more than one error is ever in the sum. The consensus
-# residual holds besides how far the rank's contribution is from the mean, which only averages keep bounded: the paper's.
+# A rank's own rounding error is returned whole at the next site: no more than one error is ever in the sum. The
+# consensus residual also holds how far the rank's contribution is from the mean, which only averages keep bounded.
 DEFAULT_A = 0.35
 LOCAL_FEEDBACK = Feedback(eta=1.0, a=DEFAULT_A, beta1=0.0, beta2=0.0)
 PAPER_FEEDBACK = Feedback(eta=0.75, a=DEFAULT_A, beta1=0.7, beta2=0.3)
