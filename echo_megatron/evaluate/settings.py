@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_args, get_type_hints
 
-from echo_megatron.config import PRESETS, Direction, EchoConfig
+from echo_megatron.config import PAPER_FEEDBACK, PRESETS, Direction, EchoConfig
 from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import make_quantizer
 
@@ -31,8 +31,7 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "uncompensated": ("echo4", {"eta": 0.0}),
     "early8": ("echo4", {"early_bits": 8, "early_fraction": 0.5}),
     "last8": ("echo4", {"last_bits": 8}),
-    # With the local residual the rounding error of a site is then corrected whole at the next: S_t = delta_t (Eqn. 13).
-    "full_feedback": ("echo4", {"eta": 1.0, "beta1": 0.0, "beta2": 0.0}),
+    "averages": ("echo4", {**vars(PAPER_FEEDBACK)}),
 }
 
 
@@ -50,10 +49,14 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Tells settings apart: every option that decides what comes out."""
+        """Tells settings apart: every option that decides what comes out, in effect rather than as it was given."""
         if not self.config.quantizes:
             return NATIVE
-        options = {**vars(self.config), "state_dtype": self.config.state_dtype_of(Direction.forward)}
+        options = {
+            **vars(self.config),
+            **vars(self.config.feedback_of(Direction.forward)),
+            "state_dtype": self.config.state_dtype_of(Direction.forward),
+        }
         deciding = [name for names in _DECIDING if options[names[0]] for name in names]
         return json.dumps({name: _plain(options[name]) for name in deciding})
 
@@ -96,13 +99,13 @@ OURS: dict[str, str] = {
     "policy=rotated_asymmetric": "rotated_asymmetric (4.5 bits)",
     "residual=consensus": "consensus residual",
     "algorithm=two_shot,policy=zero_aware,group_size=128": "zero_aware, g=128",
-    "beta1=0.4,beta2=0.4": "single average (beta 0.4)",
+    "eta=0.75,beta1=0.7,beta2=0.3": "the paper's averages (eta 0.75, betas 0.7, 0.3)",
+    "eta=0.75,beta1=0.4,beta2=0.4": "single average (eta 0.75, beta 0.4)",
     "eta=0.0": "no compensation",
+    "eta=0.75": "eta 0.75",
     "eta=0.9": "eta 0.9",
-    "eta=1.0,beta1=0.0,beta2=0.0": "full feedback (eta 1, betas 0)",
     "state_dtype=bf16": "bf16 state",
     "last_bits=8": "8 bits in the last layer",
-    "last_bits=8,eta=1.0,beta1=0.0,beta2=0.0": "full feedback, 8 bits in the last layer",
 }
 
 
