@@ -15,7 +15,7 @@ if [ ! -x "$SANITIZER" ]; then
     exit 2
 fi
 [ $# -gt 0 ] || set -- memcheck racecheck synccheck
-export PYTHONPATH="$PWD:$PWD/tests/gpu${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/gpu${PYTHONPATH:+:$PYTHONPATH}"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$PYTHON" tests/gpu/sanitized_calls.py record "$folder" || exit 1

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from feedbacks import AVERAGES
 from virtual_ranks import Call, VirtualRanks, VirtualWorkspaces, assert_same_bits, numbers_of
 from virtual_shares import ShareCall, SharingRanks, poisoned_output
 
@@ -23,11 +24,14 @@ SITES = [Site(0, Direction.forward, bits=4), Site(1, Direction.forward, bits=8)]
 
 
 def cases():
-    """(ranks, config, dtype, in place, misaligned): every policy, algorithm, residual, state and data type once."""
+    """(ranks, config, dtype, in place, misaligned): every policy, algorithm, residual, state and data type once.
+
+    States that can hold averages do: those are read beside c.
+    """
     compensations = [
-        {"residual": Residual.local, "state_dtype": StateDtype.bf16},
-        {"residual": Residual.local, "state_dtype": StateDtype.compact},
-        {"residual": Residual.local, "state_dtype": StateDtype.fp32},
+        {"state_dtype": StateDtype.bf16, **AVERAGES},
+        {"state_dtype": StateDtype.compact},
+        {"state_dtype": StateDtype.fp32, **AVERAGES},
         {"residual": Residual.consensus},
         {"eta": 0.0},
     ]
@@ -63,12 +67,13 @@ def calls_of(case, number):
 def share_calls():
     """Reduce-scatters and all-gathers: name, ranks, which, site and inputs; every policy and state with either once."""
     kinds = (Collective.reduce_scatter, Collective.all_gather)
+    states = [{"state_dtype": dtype, **({} if dtype is StateDtype.compact else AVERAGES)} for dtype in StateDtype]
     for number, (policy, kind) in enumerate(itertools.product(Policy, kinds)):
         for shift, world_size in enumerate((2, 3)):
             config = EchoConfig(
                 policy=policy,
                 rescale=list(Rescale)[(number + shift) % 3],
-                state_dtype=list(StateDtype)[(number // 2 + shift) % 3],
+                **states[(number // 2 + shift) % 3],
             )
             ranks, dtype = SharingRanks(world_size, config, num_blocks=1), (torch.bfloat16, torch.float32)[shift]
             for site in SITES:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from feedbacks import AVERAGES
 from ranks import NUM_GPUS, run_ranks
 from test_diagnostics import measured_pass
 
@@ -24,7 +25,7 @@ BASE = EchoConfig(transport=TransportName.p2p, min_bytes=0, algorithm=Algorithm.
 CONFIGS = {
     "two_shot": BASE,
     "one_shot, fp32": BASE.replace(algorithm=Algorithm.one_shot, state_dtype=StateDtype.fp32),
-    "compact": BASE.replace(state_dtype=StateDtype.compact),
+    "averages": BASE.replace(**AVERAGES),
     "consensus": BASE.replace(residual=Residual.consensus, state_dtype=StateDtype.fp32),
     "paper": EchoConfig.preset("echo4_paper", transport=TransportName.p2p, min_bytes=0),
     "uncompensated": BASE.replace(eta=0.0),

@@ -5,7 +5,16 @@ import math
 
 import pytest
 import torch
-from virtual_ranks import Call, RecordedGroup, VirtualRanks, VirtualWorkspaces, assert_same_bits, resident_blocks
+from feedbacks import AVERAGES
+from virtual_ranks import (
+    Call,
+    RecordedGroup,
+    VirtualRanks,
+    VirtualWorkspaces,
+    assert_same_bits,
+    assert_same_state,
+    resident_blocks,
+)
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Residual
 from echo_megatron.sites import Site
@@ -70,8 +79,8 @@ def check_replays(world_size, config, num_values, in_place=False, between=None):
             for rank, out in enumerate(outs):
                 assert_same_bits(out[row], expected, f"output of rank {rank}, replay {replay}, {site}")
         if config.compensates:
-            for actual, wanted in zip(ranks.state(Direction.forward), reference.state(Direction.forward), strict=True):
-                assert_same_bits(actual, wanted, f"state after replay {replay}")
+            states = (ranks.state(Direction.forward), reference.state(Direction.forward))
+            assert_same_state(*states, f"after replay {replay}")
         if between is not None:
             between(ranks, replay)
 
@@ -83,9 +92,11 @@ def test_fifty_replays_on_new_data(world_size, preset, algorithm):
     check_replays(world_size, EchoConfig.preset(preset, algorithm=algorithm), num_values=50_001)
 
 
-@pytest.mark.parametrize("residual", list(Residual))
-def test_replays_in_place(residual):
-    check_replays(2, EchoConfig(residual=residual), num_values=50_001, in_place=True)
+@pytest.mark.parametrize(
+    "options", [{}, AVERAGES, {"residual": Residual.consensus}], ids=["local", "averages", "consensus"]
+)
+def test_replays_in_place(options):
+    check_replays(2, EchoConfig(**options), num_values=50_001, in_place=True)
 
 
 def test_replays_between_other_calls():

@@ -6,21 +6,24 @@ import random
 
 import pytest
 import torch
+from feedbacks import AVERAGES
 from policies import group_size
 from virtual_ranks import DTYPES, CheckedRanks, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
 
+from echo_megatron.compensator import Compensator
 from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.sites import Site
 
 ALGORITHMS = [Algorithm.one_shot, Algorithm.two_shot]
 POLICIES = list(Policy)
 ROTATED = (Policy.rotated, Policy.rotated_asymmetric)
-MEMORYLESS = {"eta": 1.0, "beta1": 0.0, "beta2": 0.0}
+WITH_AVERAGES = (StateDtype.bf16, StateDtype.fp32)
 COMPENSATIONS = [
     {"eta": 0.0},
-    MEMORYLESS,
-    *({"residual": Residual.local, "state_dtype": dtype} for dtype in StateDtype),
-    *({"residual": Residual.consensus, "state_dtype": dtype} for dtype in (StateDtype.bf16, StateDtype.fp32)),
+    *({"state_dtype": dtype} for dtype in StateDtype),
+    *({"state_dtype": dtype, **AVERAGES} for dtype in WITH_AVERAGES),
+    *({"residual": Residual.consensus, "state_dtype": dtype} for dtype in WITH_AVERAGES),
+    {"residual": Residual.consensus, "beta1": 0.0, "beta2": 0.0},
 ]
 NUM_SITES = 3
 
@@ -371,6 +374,17 @@ def test_a_wrong_option_is_named(change, message):
     call.options.update(change)
     with pytest.raises(RuntimeError, match=message):
         call.launch()
+    torch.cuda.synchronize()
+
+
+def test_the_compact_state_refuses_coefficients_of_averages():
+    ranks = VirtualRanks(2, EchoConfig())
+    ranks.all_reduce(normal(2, 1_000, torch.bfloat16, seed=8), Site(0, Direction.forward))
+    call = ranks.calls[0]
+    for averages in (AVERAGES, {"beta1": 0.5, "beta2": 0.5}, {"beta2": 0.3}):
+        call.options["coefficients"] = Compensator(EchoConfig(**averages)).coefficients
+        with pytest.raises(RuntimeError, match="compact state keeps no average"):
+            call.launch()
     torch.cuda.synchronize()
 
 

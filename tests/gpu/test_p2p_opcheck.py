@@ -6,6 +6,7 @@ copy is left out, and the tests that trace a function with copies inside (AOT di
 
 import pytest
 import torch
+from feedbacks import AVERAGES
 from torch.testing._internal.optests import generate_tests
 from virtual_ranks import Call, RecordedGroup, VirtualRanks, assert_same_bits, numbers_of, poisoned_like
 
@@ -18,7 +19,7 @@ SITE = Site(1, Direction.forward)
 UTILS = ("test_schema", "test_faketensor", "test_autograd_registration")
 CONFIGS = [
     EchoConfig(algorithm=Algorithm.one_shot),
-    EchoConfig(algorithm=Algorithm.two_shot),
+    EchoConfig(algorithm=Algorithm.two_shot, **AVERAGES),
     EchoConfig(policy=Policy.zero_aware, group_size=128, residual=Residual.consensus),
     EchoConfig(eta=0.0),
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from feedbacks import AVERAGES
 from ranks import NUM_GPUS, run_ranks, visible_devices
 
 from echo_megatron.communicator import Communicator
@@ -66,7 +67,9 @@ def cases():
     for policy in Policy:
         yield EchoConfig(policy=policy, algorithm=Algorithm.two_shot, **P2P)
     for state_dtype in StateDtype:
-        yield EchoConfig(algorithm=Algorithm.one_shot, state_dtype=state_dtype, **P2P)
+        averages = {} if state_dtype is StateDtype.compact else AVERAGES
+        yield EchoConfig(algorithm=Algorithm.one_shot, state_dtype=state_dtype, **averages, **P2P)
+    yield EchoConfig(backward_residual=Residual.consensus, **P2P)  # other coefficients in the other direction
     yield EchoConfig(eta=0.0, algorithm=Algorithm.one_shot, **P2P)
 
 

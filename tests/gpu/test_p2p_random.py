@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from feedbacks import FEEDBACKS, state_dtypes
 from virtual_ranks import DTYPES, RecordedGroup, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
 
-from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
+from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual
 from echo_megatron.reference import exact_sum
 from echo_megatron.sites import Site
 
@@ -25,20 +26,16 @@ WORLD_SIZES = (2, 3, 5)
 
 
 def draw_config(draw):
-    residual = draw.choice(list(Residual))
-    backward_residual = draw.choice((None, *Residual))
-    compact = [] if Residual.consensus in (residual, backward_residual) else [StateDtype.compact]
-    return EchoConfig(
+    config = EchoConfig(
         policy=draw.choice(list(Policy)),
         group_size=draw.choice(GROUP_SIZES),
         algorithm=draw.choice((Algorithm.one_shot, Algorithm.two_shot)),
-        residual=residual,
-        backward_residual=backward_residual,
+        residual=draw.choice(list(Residual)),
+        backward_residual=draw.choice((None, *Residual)),
         rescale=draw.choice(list(Rescale)),
-        state_dtype=draw.choice([None, StateDtype.bf16, StateDtype.fp32, *compact]),
-        eta=draw.choice((0.0, 0.75, 0.75)),
-        **draw.choice(({}, {}, {"beta1": 0.0, "beta2": 0.0})),
+        **draw.choice(({}, {}, *FEEDBACKS)),
     )
+    return config.replace(state_dtype=draw.choice(state_dtypes(config)))
 
 
 @dataclass

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from feedbacks import AVERAGES
 from ranks import NUM_GPUS, run_ranks
 from test_p2p_processes import P2P, contributions
 
@@ -27,7 +28,7 @@ TIMEOUT_S = 2.0
 def cases():
     for policy in Policy:
         yield EchoConfig(policy=policy, group_size=32 if "rotated" in policy.name else 128, **P2P)
-    for options in (*({"state_dtype": dtype} for dtype in StateDtype), {"bits": 8}, {"eta": 0.0}):
+    for options in (*({"state_dtype": dtype} for dtype in StateDtype), AVERAGES, {"bits": 8}, {"eta": 0.0}):
         yield EchoConfig(**options, **P2P)
     yield EchoConfig(rescale=Rescale.group, gather_bits=4, **P2P)
 

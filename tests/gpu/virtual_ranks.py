@@ -441,16 +441,15 @@ class VirtualRanks:
             memory.join()
         return outs
 
-    def state(self, direction: Direction) -> tuple[Tensor, Tensor]:
-        """c and m2 of all ranks as they are read back, fp32 [P, basis values]."""
-        pairs = [self._rank_state(rank, direction) for rank in self.ranks]
-        return torch.stack([c for c, _ in pairs]), torch.stack([m2 for _, m2 in pairs])
+    def state(self, direction: Direction) -> dict[str, Tensor]:
+        """What is kept of c and m2 of all ranks, as it is read back, fp32 [P, basis values]."""
+        return stacked([self._rank_state(rank, direction) for rank in self.ranks])
 
-    def _rank_state(self, rank: VirtualRank, direction: Direction) -> tuple[Tensor, Tensor]:
+    def _rank_state(self, rank: VirtualRank, direction: Direction) -> dict[str, Tensor]:
         raw, num_values = rank.states[direction]
         num_segments, length = self._segments(num_values)
-        c, m2 = unpack_state(raw.view(num_segments, -1), self.config.state_dtype_of(direction))
-        return tuple(part[:, :length].reshape(-1)[:num_values] for part in (c, m2))
+        parts = unpack_state(raw.view(num_segments, -1), self.config.state_dtype_of(direction))
+        return {name: part[:, :length].reshape(-1)[:num_values] for name, part in parts.items()}
 
     def records(self, rank: int) -> Records:
         """What the last call's output was decoded from on `rank`; rows are sources (one-shot) or segments."""
@@ -503,20 +502,31 @@ def unpack_records(slots: Tensor, quantizer: Quantizer, num_rows: int) -> Record
     )
 
 
-def unpack_state(raw: Tensor, dtype: StateDtype) -> tuple[Tensor, Tensor]:
-    """Undoes the layout of cuda/state.cuh: uint8 [rows, bytes] to c and m2, fp32 [rows, values of whole tiles]."""
+def unpack_state(raw: Tensor, dtype: StateDtype) -> dict[str, Tensor]:
+    """Undoes the layout of cuda/state.cuh.
+
+    Args:
+        raw: uint8 [rows, bytes].
+        dtype: how the state is stored.
+
+    Returns:
+        c, and m2 unless the state is compact; fp32 [rows, values of whole tiles].
+    """
     if dtype is StateDtype.compact:
-        tiles = raw.unflatten(-1, (-1, TILE_VALUES + TILE_VALUES // 2 + 4 * TEAM_THREADS))
-        c, m2, scales = tiles.split((TILE_VALUES, TILE_VALUES // 2, 4 * TEAM_THREADS), dim=-1)
-        c = c.unflatten(-1, (2, TEAM_THREADS, 16)).transpose(-3, -2).flatten(-2).to(torch.float32) - 128
-        m2 = m2.unflatten(-1, (TEAM_THREADS, 16))
-        m2 = torch.stack((m2 & 0xF, m2 >> 4), dim=-1).flatten(-2).to(torch.float32) - 8
-        scales = scales.contiguous().view(torch.bfloat16).unflatten(-1, (TEAM_THREADS, 2)).to(torch.float32)
-        return (c * scales[..., :1]).flatten(1), (m2 * scales[..., 1:]).flatten(1)
+        tiles = raw.unflatten(-1, (-1, TILE_VALUES + 4 * TEAM_THREADS))
+        codes, scales = tiles.split((TILE_VALUES, 4 * TEAM_THREADS), dim=-1)
+        # 16-byte chunk j of thread t lies at (j * 128 + t) * 16; then a scale a thread.
+        codes = codes.unflatten(-1, (2, TEAM_THREADS, 16)).transpose(-3, -2).flatten(-2).to(torch.float32) - 128
+        return {"c": (codes * scales.contiguous().view(torch.float32).unsqueeze(-1)).flatten(1)}
     kind, chunk = (torch.bfloat16, 8) if dtype is StateDtype.bf16 else (torch.float32, 4)
     parts = raw.view(kind).unflatten(-1, (-1, 2, BLOCK_VALUES // chunk, TEAM_THREADS, chunk))
     parts = parts.transpose(-3, -2).flatten(-3).to(torch.float32)
-    return parts[:, :, 0].flatten(1), parts[:, :, 1].flatten(1)
+    return {"c": parts[:, :, 0].flatten(1), "m2": parts[:, :, 1].flatten(1)}
+
+
+def stacked(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Every rank's tensors of a name as one, [P, ...]."""
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
 def coefficients_of(compensator: Compensator) -> list[float]:
@@ -571,11 +581,13 @@ class RecordedGroup(SimulatedGroup):
         self.recorder = RecordingQuantizer(*options)
         return self.recorder
 
-    def state(self, direction: Direction) -> tuple[Tensor, Tensor]:
-        """c and m2 as they are read back, fp32 [P, basis values]."""
+    def state(self, direction: Direction) -> dict[str, Tensor]:
+        """What is kept of c and m2, as it is read back, fp32 [P, basis values]."""
         state = self.compensators[direction]._state
         assert state is not None
-        return state.correction(), state.average()
+        if self.compensators[direction].dtype is StateDtype.compact:
+            return {"c": state.correction()}
+        return {"c": state.correction(), "m2": state.average()}
 
 
 class CheckedRanks:
@@ -609,9 +621,7 @@ class CheckedRanks:
             for rank in range(self.virtual.world_size):
                 assert_same_bits(self.virtual.calls[rank].decode(), expected, f"decoded by rank {rank}, {what}")
         if self.virtual.config.compensates:
-            states = (self.virtual.state(site.direction), self.reference.state(site.direction), ("c", "m2"))
-            for actual, wanted, name in zip(*states, strict=True):
-                assert_same_bits(actual, wanted, f"{name} by rank, {what}")
+            assert_same_state(self.virtual.state(site.direction), self.reference.state(site.direction), what)
         return expected
 
     def exact_all_reduce(self, xs: Sequence[Tensor], site: Site, in_place: bool = False, **options: object) -> Tensor:
@@ -658,6 +668,13 @@ def assert_same_integers(actual: Tensor, expected: Tensor, mask: Tensor, what: s
         where = different.nonzero()[0].tolist()
         wanted, got = expected[tuple(where)].item(), actual[tuple(where)].item()
         raise AssertionError(f"{int(different.sum())} {what}: expected {wanted}, got {got} first at {where}")
+
+
+def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    """The same tensors are kept, with the same bits."""
+    assert actual.keys() == expected.keys(), what
+    for name, wanted in expected.items():
+        assert_same_bits(actual[name], wanted, f"{name} by rank, {what}")
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:

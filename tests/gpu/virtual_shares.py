@@ -10,9 +10,11 @@ from virtual_ranks import (
     CheckedRanks,
     VirtualRank,
     assert_same_bits,
+    assert_same_state,
     coefficients_of,
     index_of,
     numbers_of,
+    stacked,
     unpack_state,
 )
 
@@ -161,18 +163,22 @@ class SharingRanks(CheckedRanks):
             assert_same_bits(out, wanted, f"output of rank {rank}, {what}")
             assert_same_bits(xs[rank], before[rank], f"input of rank {rank}, {what}")
         if collective is Collective.reduce_scatter and self.virtual.config.compensates:
-            states = (self.scattered_state(site.direction), self.reference.state(site.direction), ("c", "m2"))
-            for actual, wanted, name in zip(*states, strict=True):
-                assert_same_bits(actual, wanted, f"{name} by rank, {what}")
+            assert_same_state(self.scattered_state(site.direction), self.reference.state(site.direction), what)
         return outs
 
-    def scattered_state(self, direction: Direction) -> tuple[Tensor, Tensor]:
-        """c and m2 of all ranks after a reduce-scatter, fp32 [P, P, values of a share's basis]; zeros in own shares."""
-        pairs, dtype = [], self.virtual.config.state_dtype_of(direction)
-        for rank in self.virtual.ranks:
-            raw, num_values = rank.states[direction]
-            parts = unpack_state(raw.view(self.virtual.world_size - 1, -1), dtype)
-            rows = [part[:, :num_values] for part in parts]
-            own = torch.zeros_like(rows[0][:1])
-            pairs.append([torch.cat((part[: rank.rank], own, part[rank.rank :])) for part in rows])
-        return torch.stack([c for c, _ in pairs]), torch.stack([m2 for _, m2 in pairs])
+    def scattered_state(self, direction: Direction) -> dict[str, Tensor]:
+        """What is kept of c and m2 of all ranks after a reduce-scatter.
+
+        Returns:
+            fp32 [P, P, values of a share's basis]; zeros in own shares.
+        """
+        return stacked([self._rank_state(rank, direction) for rank in self.virtual.ranks])
+
+    def _rank_state(self, rank: VirtualRank, direction: Direction) -> dict[str, Tensor]:
+        raw, num_values = rank.states[direction]
+        parts = unpack_state(raw.view(self.virtual.world_size - 1, -1), self.virtual.config.state_dtype_of(direction))
+        shares = {name: part[:, :num_values] for name, part in parts.items()}
+        return {
+            name: torch.cat((part[: rank.rank], torch.zeros_like(part[:1]), part[rank.rank :]))
+            for name, part in shares.items()
+        }
