@@ -1,11 +1,25 @@
 """Options: presets are what the spec says, and nothing wrong gets past start-up."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from echo_megatron import PRESETS, EchoConfig
-from echo_megatron.config import Algorithm, Direction, Phase, Policy, Rescale, Residual, StateDtype, TransportName
+from echo_megatron.config import (
+    LOCAL_FEEDBACK,
+    PAPER_FEEDBACK,
+    Algorithm,
+    Direction,
+    Feedback,
+    Phase,
+    Policy,
+    Rescale,
+    Residual,
+    StateDtype,
+    TransportName,
+)
 
 
 def test_presets_are_the_specs():
@@ -19,7 +33,9 @@ def test_presets_are_the_specs():
     assert (paper.residual, paper.rescale, paper.algorithm) == (Residual.consensus, Rescale.group, Algorithm.two_shot)
     for name in ("echo4", "echo8", "echo4_paper", "echo8_paper"):
         config = EchoConfig.preset(name)
-        assert (config.eta, config.a, config.beta1, config.beta2) == (0.75, 0.35, 0.7, 0.3)
+        assert (config.eta, config.a, config.beta1, config.beta2) == (None, 0.35, None, None)
+        feedback = Feedback(0.75, 0.35, 0.7, 0.3) if "paper" in name else Feedback(1.0, 0.35, 0.0, 0.0)
+        assert {config.feedback_of(direction) for direction in Direction} == {feedback}
         assert config.state_dtype is None and config.transport is TransportName.auto
         assert config.directions == list(Direction) and config.phases == list(Phase)
         assert config.bits == (8 if "8" in name else 4)
@@ -83,6 +99,48 @@ def test_compact_state_needs_the_local_residual():
         EchoConfig(state_dtype="compact").replace(residual="consensus")
 
 
+@pytest.mark.parametrize("options", [{"beta1": 0.7}, {"beta2": 0.3}, {"beta1": 0.7, "beta2": 0.3}, {"beta2": 1e-9}])
+def test_compact_state_holds_no_averages(options):
+    assert EchoConfig(**options).state_dtype_of(Direction.forward) is StateDtype.bf16
+    message = (
+        "state_dtype: expected bf16 or fp32 where beta1 or beta2 is not 0, got compact: it stores the last residual "
+        "and no averages; set beta1=0 and beta2=0, or leave state_dtype out"
+    )
+    with pytest.raises(ValueError, match=message):
+        EchoConfig(state_dtype="compact", **options)
+    with pytest.raises(ValueError, match=message):
+        EchoConfig(state_dtype="compact").replace(**options)
+
+
+@pytest.mark.parametrize("options", [{}, {"eta": 0.5}, {"beta1": 0.0, "beta2": 0.0}, {"a": 1.0}, {"eta": 0.0}])
+def test_the_last_residual_alone_is_stored_compactly(options):
+    config = EchoConfig(**options)
+    assert {config.state_dtype_of(direction) for direction in Direction} == {StateDtype.compact}
+    assert config.replace(state_dtype="compact").state_dtype_of(Direction.forward) is StateDtype.compact
+
+
+def test_coefficients_that_are_left_out_suit_the_residual_of_the_direction():
+    mixed = EchoConfig(backward_residual="consensus")
+    assert [mixed.feedback_of(direction) for direction in Direction] == [LOCAL_FEEDBACK, PAPER_FEEDBACK]
+    other = EchoConfig(residual="consensus", backward_residual="local")
+    assert [other.feedback_of(direction) for direction in Direction] == [PAPER_FEEDBACK, LOCAL_FEEDBACK]
+    assert EchoConfig(residual="consensus").feedback_of(Direction.backward) == PAPER_FEEDBACK
+
+
+@given(
+    st.sampled_from(Residual), st.sampled_from((None, *Residual)), st.none() | st.floats(0, 1), st.floats(0, 1),
+    st.none() | st.floats(0, 0.95), st.none() | st.floats(0, 0.95),
+)  # fmt: skip
+def test_a_coefficient_that_is_given_holds_in_both_directions(residual, backward_residual, eta, a, beta1, beta2):
+    given_ones = {"eta": eta, "a": a, "beta1": beta1, "beta2": beta2}
+    config = EchoConfig(residual=residual, backward_residual=backward_residual, **given_ones)
+    for direction in Direction:
+        default = LOCAL_FEEDBACK if config.residual_of(direction) is Residual.local else PAPER_FEEDBACK
+        for name, value in given_ones.items():
+            assert getattr(config.feedback_of(direction), name) == (getattr(default, name) if value is None else value)
+    assert config.compensates == (eta is None or eta > 0)
+
+
 def test_each_direction_has_its_residual():
     config = EchoConfig(backward_residual="consensus")
     assert [config.residual_of(direction) for direction in Direction] == [Residual.local, Residual.consensus]
@@ -110,11 +168,12 @@ def test_structured_config_of_hydra_refuses_at_composition():
         ("bitz", 4, ConfigKeyError),
         ("policy", "rotate", ValidationError),
         ("eta", "x", ValidationError),
+        ("beta1", "x", ValidationError),
     ):
         with pytest.raises(error):
             OmegaConf.merge(schema, {key: value})
-    merged = OmegaConf.merge(schema, {"policy": "zero_aware", "early_bits": 8})
-    assert OmegaConf.to_object(merged) == EchoConfig(policy=Policy.zero_aware, early_bits=8)
+    merged = OmegaConf.merge(schema, {"policy": "zero_aware", "early_bits": 8, "eta": 0.5})
+    assert OmegaConf.to_object(merged) == EchoConfig(policy=Policy.zero_aware, early_bits=8, eta=0.5)
 
 
 def test_early_sites_cover_the_first_layers_of_the_forward_pass():
