@@ -6,8 +6,11 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
+from echo_megatron.config import LOCAL_FEEDBACK, NATIVE_BITS, PAPER_FEEDBACK, EchoConfig
 from echo_megatron.loss_runs import FACTS, FloatArray, IntArray, LossRun
+from echo_megatron.pretrain.settings import OF_COMPENSATION
 
 # Two-sided 95 % quantiles of Student's t at 1 to 10 degrees of freedom; beyond, `_t95` expands them (to 0.1 %).
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -227,7 +230,26 @@ def _description(run: LossRun) -> dict[str, Any]:
     facts = {name: run.facts[name] for name in FACTS if name not in ("seed", "steps")}
     # Event files name neither their communication nor their options: each is its own arm.
     alone = {} if run.tp_comm is not None else {"path": str(run.path)}
-    return {"lr": run.lr, "max_steps": run.max_steps, **facts, **run.settings, "tp_comm": run.tp_comm, **alone}
+    return {"lr": run.lr, "max_steps": run.max_steps, **facts, **_options(run), "tp_comm": run.tp_comm, **alone}
+
+
+def _options(run: LossRun) -> dict[str, Any]:
+    """The communication's options that had an effect, as config.yaml has them; nothing is validated.
+
+    Runs of several versions are compared. What was made before an option existed had what is its default today, and
+    coefficients that follow the residual today were written out then.
+    """
+    if not run.settings:
+        return {}
+    options = {**_DEFAULTS, **run.settings}
+    if options["bits"] == NATIVE_BITS:
+        return {"bits": NATIVE_BITS}
+    if options["eta"] == 0:
+        return {name: value for name, value in options.items() if name not in OF_COMPENSATION}
+    if options["backward_residual"] in (None, options["residual"]):
+        default = PAPER_FEEDBACK if options["residual"] == "consensus" else LOCAL_FEEDBACK
+        options.update({name: value for name, value in vars(default).items() if options[name] is None})
+    return options
 
 
 def _labels(arms: list[list[LossRun]]) -> list[str]:
@@ -249,14 +271,24 @@ def _labels(arms: list[list[LossRun]]) -> list[str]:
 _WORDS = {
     "eta=0": "without compensation",
     "eta=0.0": "without compensation",
+    "state_dtype=compact": "compact state",
+    "state_dtype=bf16": "bf16 state",
     "sequence_parallel": "with SP",  # the legend of a figure is narrow
 }
+_DEFAULTS: Any = OmegaConf.to_container(OmegaConf.structured(EchoConfig()), enum_to_str=True)
+_AVERAGES = {f"{name}={value}" for name, value in vars(PAPER_FEEDBACK).items()}
 
 
 def _label(run: LossRun) -> str:
+    """What `tp_comm` says, shorter; it does not name the averages where they were the local residual's default."""
     if run.tp_comm is None:
         return run.name
-    return " ".join(_WORDS.get(word, word) for word in run.tp_comm.split())
+    words = run.tp_comm.split()
+    options = _options(run)
+    if options.get("residual") == "local" and vars(PAPER_FEEDBACK).items() <= options.items():
+        words = [word for word in words if word not in _AVERAGES]
+        words.insert(1, "with averages")
+    return " ".join(_WORDS.get(word, word) for word in words)
 
 
 def _short(value: Any) -> str:

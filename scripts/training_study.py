@@ -4,7 +4,7 @@ usage: torchrun --nproc-per-node P scripts/training_study.py [--study feedback |
                                    [--out runs/STUDY] [--results docs/results] [--budget-s S] [KEY=VALUE …]
        python scripts/training_study.py --study qwen3_0p6b --results docs/results --render
 
-feedback:    a small model with every form of feedback over several seeds, for the presets' defaults.
+feedback:    a small model with every form of feedback over several seeds, which the presets' defaults rest on.
 qwen3_0p6b:  Qwen3-0.6B for 1,000 steps, 16-bit beside Echo: the paper's Fig. 3 and Table 7 on stand-in data.
 
 Every arm of a seed sees the same data and initialization. A run that is finished is not repeated; the same command
@@ -27,6 +27,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from echo_megatron.cli import config_dir
+from echo_megatron.config import PAPER_FEEDBACK
 from echo_megatron.pretrain.schema import PretrainConfig, from_composed, register_configs
 from echo_megatron.pretrain.series import run_series
 from echo_megatron.report import FIGURE, MARKDOWN, compare
@@ -62,9 +63,9 @@ STUDIES = {
             "nccl": ("tp_comm=nccl",),
             "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0"),
             "local": ("tp_comm=echo4",),
+            # The paper's coefficients on the local residual; the state is then in BF16.
+            "averages": ("tp_comm=echo4", *(f"tp_comm.{name}={value}" for name, value in vars(PAPER_FEEDBACK).items())),
             "local_bf16": ("tp_comm=echo4", "tp_comm.state_dtype=bf16"),
-            # All of the last site's residual and nothing of earlier ones.
-            "full_feedback": ("tp_comm=echo4", "tp_comm.eta=1.0", "tp_comm.beta1=0.0", "tp_comm.beta2=0.0"),
             "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus"),
             "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus"),
             "paper": ("tp_comm=echo4_paper",),
@@ -124,11 +125,15 @@ def keep(runs: Sequence[Path], kept: Path) -> None:
 def render(study: Study, folder: Path, results: Path, scratch: Path) -> None:
     """Compares the runs in `folder`; writes JSON, Markdown and figure of the study's name into `results`.
 
+    The study's own arms come first. Others that lie there, such as those of an earlier form of the study, follow by
+    name: options may be recorded in them that today's configuration refuses.
+
     Raises:
         ValueError: fewer than two runs are there, or not the one that the others are compared with.
     """
     names = [run_name(study, arm, seed) for arm in study.arms for seed in study.seeds]
-    runs = [folder / name for name in names if (folder / name / "run.json").is_file()]
+    others = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    runs = [folder / name for name in dict.fromkeys((*names, *others)) if (folder / name / "run.json").is_file()]
     baseline = next(iter(study.arms))
     if len(runs) < 2 or not runs[0].name.startswith(baseline):
         raise ValueError(f"{folder}: expected runs of {baseline} and of another arm, got {[run.name for run in runs]}")

@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from echo_megatron.config import EchoConfig
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
 from echo_megatron.pretrain.schema import Layers, PretrainConfig, Recompute, from_composed
 
@@ -75,7 +76,10 @@ def find_checkpoint(folder: Path) -> RunCheckpoint:
 
 def _read_config(path: Path) -> PretrainConfig:
     try:
-        return from_composed(OmegaConf.merge(OmegaConf.structured(PretrainConfig), OmegaConf.load(path)))
+        loaded = OmegaConf.merge(OmegaConf.structured(PretrainConfig), OmegaConf.load(path))
+        # The communication is an evaluation's own; what the run's version took, this one may refuse.
+        loaded.tp_comm = EchoConfig()
+        return from_composed(loaded)
     except (OmegaConfBaseException, OSError) as error:
         raise ValueError(f"{path}: is not a run's configuration ({error})") from error
 

@@ -7,8 +7,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from echo_megatron.config import NATIVE_BITS, Direction, EchoConfig
 from echo_megatron.pretrain.schema import PretrainConfig
 
+# Options that do nothing at gain 0.
+OF_COMPENSATION = ("residual", "backward_residual", "a", "beta1", "beta2", "state_dtype")
 # Where the run is kept, what it prints and when it saves: free to change.
 FREE = (
     *("name", "runs_dir", "data.cache_dir", "data.prepare", "data.name", "model.name"),
@@ -30,16 +33,24 @@ FREE = (
 def run_settings(config: PretrainConfig, extra: dict[str, Any]) -> dict[str, Any]:
     """Every setting that decides the run's numbers, by its dotted name.
 
+    Options of the compensator that follow from its residual are written out: their defaults may change.
+
     Args:
         config: the run.
         extra: what the configuration does not say, e.g. the data's fingerprint.
     """
     plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
-    flat = dict(_flatten(plain))
+    flat = dict(_flatten(plain)) | {f"tp_comm.{name}": value for name, value in _feedback(config.tp_comm).items()}
     # The fingerprint says which tokens; where they lie is free.
     for name in (*FREE, "data.folder", "data.train", "data.validation", "data.split"):
         flat.pop(name, None)
     return {**flat, **extra}
+
+
+def _feedback(config: EchoConfig) -> dict[str, float]:
+    """The coefficients of both directions; those that differ are decided by the residuals, which are compared."""
+    forward, backward = (vars(config.feedback_of(direction)) for direction in Direction)
+    return {name: value for name, value in forward.items() if value == backward[name]}
 
 
 def check_same(saved: dict[str, Any], current: dict[str, Any], accept: list[str], where: str) -> None:
@@ -51,7 +62,8 @@ def check_same(saved: dict[str, Any], current: dict[str, Any], accept: list[str]
         ValueError: names every setting, with the run's value and the one given.
     """
     defaults = run_settings(PretrainConfig(), {})
-    saved = {name: defaults[name] for name in current if name in defaults} | saved
+    saved = _in_effect({name: defaults[name] for name in current if name in defaults} | saved)
+    current = _in_effect(current)
     different = [
         f"  {name}: the run has {saved.get(name)!r}, got {current.get(name)!r}"
         for name in sorted(saved.keys() | current.keys())
@@ -63,6 +75,17 @@ def check_same(saved: dict[str, Any], current: dict[str, Any], accept: list[str]
             f"{where} was run with other settings, so it cannot be resumed with these:\n" + "\n".join(different) + "\n"
             "Give the run's own values, choose another `name`, or list what may change in trainer.accept_changes."
         )
+
+
+def _in_effect(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without the options of Echo that do nothing: all at 16 bits, the compensator's at gain 0."""
+    if settings.get("tp_comm.bits") == NATIVE_BITS:
+        idle = {name for name in settings if name.startswith("tp_comm.")} - {"tp_comm.bits"}
+    elif settings.get("tp_comm.eta") == 0:
+        idle = {f"tp_comm.{name}" for name in OF_COMPENSATION}
+    else:
+        return settings
+    return {name: value for name, value in settings.items() if name not in idle}
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
