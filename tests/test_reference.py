@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from feedbacks import AVERAGES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from feedbacks import AVERAGES
 from policies import group_size
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
