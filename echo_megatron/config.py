@@ -106,6 +106,8 @@ class Feedback:
 DEFAULT_A = 0.35
 LOCAL_FEEDBACK = Feedback(eta=1.0, a=DEFAULT_A, beta1=0.0, beta2=0.0)
 PAPER_FEEDBACK = Feedback(eta=0.75, a=DEFAULT_A, beta1=0.7, beta2=0.3)
+# Options that do nothing with eta = 0.
+IDLE_WITHOUT_GAIN = ("residual", "backward_residual", "a", "beta1", "beta2", "state_dtype")
 
 QUANTIZED_BITS = (4, 8)
 NATIVE_BITS = 16  # Megatron's own communication: nothing is installed

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from echo_megatron.config import LOCAL_FEEDBACK, NATIVE_BITS, PAPER_FEEDBACK, EchoConfig
+from echo_megatron.config import IDLE_WITHOUT_GAIN, LOCAL_FEEDBACK, NATIVE_BITS, PAPER_FEEDBACK, EchoConfig
 from echo_megatron.loss_runs import FACTS, FloatArray, IntArray, LossRun
-from echo_megatron.pretrain.settings import OF_COMPENSATION
 
 # Two-sided 95 % quantiles of Student's t at 1 to 10 degrees of freedom; beyond, `_t95` expands them (to 0.1 %).
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -245,7 +244,7 @@ def _options(run: LossRun) -> dict[str, Any]:
     if options["bits"] == NATIVE_BITS:
         return {"bits": NATIVE_BITS}
     if options["eta"] == 0:
-        return {name: value for name, value in options.items() if name not in OF_COMPENSATION}
+        return {name: value for name, value in options.items() if name not in IDLE_WITHOUT_GAIN}
     if options["backward_residual"] in (None, options["residual"]):
         default = PAPER_FEEDBACK if options["residual"] == "consensus" else LOCAL_FEEDBACK
         options.update({name: value for name, value in vars(default).items() if options[name] is None})

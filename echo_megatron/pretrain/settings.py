@@ -7,11 +7,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from echo_megatron.config import NATIVE_BITS, Direction, EchoConfig
+from echo_megatron.config import IDLE_WITHOUT_GAIN, NATIVE_BITS, Direction, EchoConfig
 from echo_megatron.pretrain.schema import PretrainConfig
 
-# Options that do nothing at gain 0.
-OF_COMPENSATION = ("residual", "backward_residual", "a", "beta1", "beta2", "state_dtype")
 # Where the run is kept, what it prints and when it saves: free to change.
 FREE = (
     *("name", "runs_dir", "data.cache_dir", "data.prepare", "data.name", "model.name"),
@@ -82,7 +80,7 @@ def _in_effect(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("tp_comm.bits") == NATIVE_BITS:
         idle = {name for name in settings if name.startswith("tp_comm.")} - {"tp_comm.bits"}
     elif settings.get("tp_comm.eta") == 0:
-        idle = {f"tp_comm.{name}" for name in OF_COMPENSATION}
+        idle = {f"tp_comm.{name}" for name in IDLE_WITHOUT_GAIN}
     else:
         return settings
     return {name: value for name, value in settings.items() if name not in idle}
