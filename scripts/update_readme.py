@@ -105,16 +105,20 @@ def error_feedback_simulation(results: Results, folder: str) -> list[str]:
         "rotated local": "rotated, local residual whole (`echo4`)",
     }
     rhos = sorted({entry["rho"] for entry in results["rows"]})
-    values = {(entry["world_size"], entry["rho"], entry["arm"]): entry["mean"] for entry in results["rows"]}
+    values = {(entry["world_size"], entry["rho"], entry["arm"]): entry for entry in results["rows"]}
     keys = dict.fromkeys((size, rho) for size, rho, _ in values if rho in (rhos[0], rhos[-1]))
-    rows = [[str(size), str(rho), *(f"{values[size, rho, arm]:.2f}" for arm in arms)] for size, rho in keys]
+    rows = []
+    for size, rho in keys:
+        of_arms = [values[size, rho, arm] for arm in arms]
+        means = [*(entry["mean"] for entry in of_arms), of_arms[-1]["mean_of_one_site"]]
+        rows.append([str(size), str(rho), *(f"{mean:.2f}" for mean in means)])
     setup = results["setup"]
     return [
         f"rms of the accumulated error after {setup['num_sites']} sites, synthetic partial outputs "
         f"({setup['distribution']}), 4 bits, mean of {setup['seeds']} seeds. rho is the correlation of one site's "
         "partial outputs with the next site's.",
         "",
-        *markdown_table(["P", "rho", *arms.values()], rows),
+        *markdown_table(["P", "rho", *arms.values(), "of `echo4`, after one site"], rows),
         "",
         f"[All values]({folder}/error_feedback_simulation.md). {provenance_lines(results['made_by'])[0]}",
     ]
