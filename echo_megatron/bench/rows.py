@@ -13,6 +13,8 @@ LARGE_SIZES = tuple(mib * MIB for mib in (64, 128, 256, 512, 1024))
 SMALL_SIZES = tuple(kib * KIB for kib in (4, 16, 64, 256, 1024, 4096, 16384, 32768))
 SMOOTH_SIZES = (64 * KIB, 4 * MIB, 64 * MIB)
 QUICK_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
+CROSSING = 64 * MIB  # largest message of the rows that show from which size two-shot is faster than one-shot
+FORCED = (Algorithm.one_shot, Algorithm.two_shot)
 ITEMSIZE = 2  # BF16
 EXACT, NATIVE = "exact", "native"  # algorithms of messages that are not quantized: p2p's own, the group's
 
@@ -98,6 +100,7 @@ def all_rows() -> list[Row]:
         *(row for policy in (Policy.rotated, Policy.zero_aware) for row in _echo_rows(policy)),
         Row("echo4_paper", Kind.echo, 4, EchoConfig.preset("echo4_paper", gather_bits=NATIVE_BITS)),
         Row("echo8_paper", Kind.echo, 8, EchoConfig.preset("echo8_paper", gather_bits=NATIVE_BITS)),
+        *(Row(f"echo4_{algorithm.name}", Kind.echo, 4, _crossing(algorithm), largest=CROSSING) for algorithm in FORCED),
         Row("nccl16_critical", Kind.nccl, critical=True, smallest=LARGE_SIZES[0]),
         _critical("echo4_paper_critical", EchoConfig.preset("echo4_paper", gather_bits=NATIVE_BITS)),
     ]
@@ -150,7 +153,7 @@ def _echo_rows(policy: Policy) -> list[Row]:
     for state_dtype in (StateDtype.bf16, StateDtype.compact):
         local = echo4.replace(state_dtype=state_dtype)
         rows += [
-            Row("echo4_local", Kind.echo, 4, local, smooth=state_dtype is StateDtype.bf16),
+            Row("echo4_local", Kind.echo, 4, local, smooth=state_dtype is StateDtype.compact),
             Row("echo8_local", Kind.echo, 8, echo8.replace(state_dtype=state_dtype)),
             _critical("echo4_local_critical", local),
         ]
@@ -160,6 +163,11 @@ def _echo_rows(policy: Policy) -> list[Row]:
         _critical("echo4_consensus_critical", consensus),
         Row("auto", Kind.auto, 4, echo4, largest=SMALL_SIZES[-1], smooth=True),
     ]
+
+
+def _crossing(algorithm: Algorithm) -> EchoConfig:
+    """The default options with one algorithm at every size."""
+    return EchoConfig(algorithm=algorithm, gather_bits=NATIVE_BITS)
 
 
 def _critical(name: str, config: EchoConfig) -> Row:

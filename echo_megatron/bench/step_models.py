@@ -45,8 +45,8 @@ class ModelShape:
 
 MODELS = {
     "qwen3_0p6b": ModelShape(28, 1024, 3072, 16, 8, 128, 151936, 1_000_000, True, True, 32),
-    "qwen3_8b": ModelShape(36, 4096, 12288, 32, 8, 128, 151936, 1_000_000, True, False, 4),
-    "llama3_8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, 500_000, False, False, 4),
+    "qwen3_8b": ModelShape(36, 4096, 12288, 32, 8, 128, 151936, 1_000_000, True, False, 8),
+    "llama3_8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256, 500_000, False, False, 8),
     "tiny": ModelShape(4, 64, 128, 4, 4, 16, 128, 10_000, True, False, 4, 64),  # tries the script out, on a CPU too
 }
 TRANSFORMER_ENGINE = "transformer_engine"
