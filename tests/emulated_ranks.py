@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import EchoConfig, Rescale, StateDtype
+from echo_megatron.config import Direction, EchoConfig, Rescale, StateDtype
 from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import make_quantizer
 
@@ -182,7 +182,7 @@ class EmulatedRanks:
         call = Call(
             algorithm=algorithm,
             residual=LOCAL if compensates else NONE,
-            state_dtype=list(StateDtype).index(self.config.state_dtype) if compensates else 0,
+            state_dtype=list(StateDtype).index(self.config.state_dtype_of(Direction.forward)) if compensates else 0,
             dtype=DTYPES.index(x.dtype),
             rescale=list(Rescale).index(self.config.rescale),
             group_size=self.config.group_size,

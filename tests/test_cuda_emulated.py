@@ -22,6 +22,7 @@ from emulated_ranks import (
     build,
     for_emulator,
 )
+from feedbacks import FEEDBACKS, state_dtypes
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale, StateDtype
 from echo_megatron.reference import SimulatedGroup
@@ -53,23 +54,21 @@ class Sequence:
 
     def __init__(self, library, policy: Policy, bits: int, draw: random.Random) -> None:
         self.draw, self.world_size = draw, draw.choice((2, 2, 3, 4))
-        state_dtype = draw.choice(list(StateDtype))
-        self.config = EchoConfig(
+        config = EchoConfig(
             bits=bits,
             policy=policy,
             group_size=draw.choice((32, 128)),
             rescale=draw.choice(list(Rescale)),
             algorithm=draw.choice((Algorithm.one_shot, Algorithm.two_shot)),
-            state_dtype=state_dtype,
-            eta=draw.choice((0.0, 0.75, 0.75)),
-            **draw.choice(({}, {"beta1": 0.0, "beta2": 0.0})),
+            **draw.choice(({}, {}, {}, *FEEDBACKS)),
         )
+        self.config = config.replace(state_dtype=draw.choice(state_dtypes(config)))
         self.ranks = EmulatedRanks(library, self.world_size, self.config, draw.choice((1, 1, 2)))
         self.simulated = SimulatedGroup(self.world_size, self.config)
         self.dtype, self.offset = draw.choice((torch.bfloat16, *DTYPES)), draw.choice((0, 0, 0, 1))
         self.num_values = draw.choice(SMALL if self.world_size > 2 or draw.random() < 0.3 else LARGE)
         # The all-reduces that are compiled in; they are here for what they leave in the rings.
-        reduces = self.config.compensates and state_dtype is StateDtype.bf16
+        reduces = self.config.compensates and self.config.state_dtype_of(Direction.forward) is StateDtype.compact
         self.kinds = [REDUCE_SCATTER, REDUCE_SCATTER, ALL_GATHER, *(["all_reduce"] if reduces else [])]
 
     def run(self) -> int:

@@ -29,10 +29,10 @@ Kernel select(const Call& call, bool pair) {
   const auto state = static_cast<StateDtype>(call.state_dtype);
   const bool compensates = static_cast<Residual>(call.residual) == Residual::local;
   if (algorithm == Algorithm::all_gather) return kernel<Algorithm::all_gather, Residual::none, StateDtype::bf16>(pair);
-  if (algorithm == Algorithm::one_shot && state == StateDtype::bf16 && compensates)
-    return kernel<Algorithm::one_shot, Residual::local, StateDtype::bf16>(pair);
-  if (algorithm == Algorithm::two_shot && state == StateDtype::bf16 && compensates)
-    return kernel<Algorithm::two_shot, Residual::local, StateDtype::bf16>(pair);
+  if (algorithm == Algorithm::one_shot && state == StateDtype::compact && compensates)
+    return kernel<Algorithm::one_shot, Residual::local, StateDtype::compact>(pair);
+  if (algorithm == Algorithm::two_shot && state == StateDtype::compact && compensates)
+    return kernel<Algorithm::two_shot, Residual::local, StateDtype::compact>(pair);
   if (algorithm != Algorithm::reduce_scatter) emulator::fail("an all-reduce that is not compiled in");
   if (!compensates) return kernel<Algorithm::reduce_scatter, Residual::none, StateDtype::bf16>(pair);
   if (state == StateDtype::bf16) return kernel<Algorithm::reduce_scatter, Residual::local, StateDtype::bf16>(pair);
