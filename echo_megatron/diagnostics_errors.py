@@ -8,8 +8,9 @@ At site k of a pass rank i contributes x_i, the compensator adds c_i, and the ca
 
 The compensator makes S_t the sum of phi_{t-s} delta_s (Eqn. 13), hence |S_t| <= (1-eta) N q + eta (1+mu_w) q with N the
 sites so far and q the largest |delta_s| of them (Eqn. 21). Both are about exact arithmetic: they hold as far as the
-state is exact (`state_dtype: fp32`) and all of delta is fed back. Rotated policies don't feed the rounding of y to its
-dtype back, and a state in bf16 or compact is rounded itself; each adds an error of its own size to S_t.
+state is exact (`state_dtype: fp32`) and all of delta is fed back. Rotated policies don't feed the rounding r_k of y to
+its dtype back: the bound here is larger by the sum of what |r_k| can be, as S_t is by the sum of (1 - phi) r. A state
+in bf16 or compact is rounded itself, which adds an error of that size at every site; the bound leaves it out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class PassErrors:
     Attributes:
         accumulated: S_t, fp32 [values]; None before the first site.
         largest: q, a scalar.
+        rounded: sum of what was rounded off and is not fed back, a scalar.
         num_sites: N.
     """
 
@@ -48,18 +50,20 @@ class PassErrors:
         """A pass begins: nothing is accumulated."""
         self.accumulated: Tensor | None = None
         self.largest: Tensor | None = None
+        self.rounded: Tensor | None = None
         self.num_sites = 0
 
-    def add(self, exact: Tensor, correction: Tensor | None, returned: Tensor) -> Tensor:
+    def add(self, exact: Tensor, correction: Tensor | None, returned: Tensor, roundoff: float = 0.0) -> Tensor:
         """One site; a tensor of another size than the last site's begins a pass, as it does for the compensator.
 
         Args:
             exact: fp32 [values], the sum of x_i.
             correction: fp32 [values], the sum of c_i; None where nothing was added.
             returned: fp32 [values], y.
+            roundoff: what y may be rounded by without being fed back, relative to it.
 
         Returns:
-            fp64 [4]: |rho| / |sum x_i|, |delta| / |sum x_i|, |S_t|, and the bound of Eqn. 21.
+            fp64 [4]: |rho| / |sum x_i|, |delta| / |sum x_i|, |S_t|, and its bound.
         """
         if self.accumulated is not None and self.accumulated.shape != exact.shape:
             self.begin()
@@ -69,7 +73,9 @@ class PassErrors:
         self.num_sites += 1
         size = norm(injected)
         self.largest = size if self.largest is None else torch.maximum(self.largest, size)
-        bound = source_bound(self._feedback, self.num_sites, 1.0) * self.largest
+        rounded = roundoff * norm(returned)
+        self.rounded = rounded if self.rounded is None else self.rounded + rounded
+        bound = source_bound(self._feedback, self.num_sites, 1.0) * self.largest + self.rounded
         whole = norm(exact)
         return torch.stack((ratio(norm(net), whole), ratio(size, whole), norm(self.accumulated), bound))
 
