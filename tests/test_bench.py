@@ -37,6 +37,7 @@ NAMES = {
     *("nccl16", "symm_mem_one_shot", "symm_mem_two_shot", "two_collective_8", "two_collective_4", "flashinfer_fp8"),
     *("echo8", "echo4", "echo4_unfused", "echo4_local", "echo8_local", "echo4_consensus", "echo4_consensus_critical"),
     *("echo4_local_critical", "echo4_paper", "echo8_paper", "echo4_paper_critical", "auto"),
+    *("echo4_one_shot", "echo4_two_shot"),
 }
 
 

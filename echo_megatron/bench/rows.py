@@ -107,17 +107,17 @@ def all_rows() -> list[Row]:
 
 
 def select(rows: Sequence[Row], names: Sequence[str] | None) -> list[Row]:
-    """The rows of these names, what they are compared with always among them.
+    """The rows of these names, or of these keys, what they are compared with always among them.
 
     Raises:
-        ValueError: there is no row of a name.
+        ValueError: there is no row of a name or key.
     """
     if names is None:
         return list(rows)
     known = list(dict.fromkeys(row.name for row in rows))
-    if unknown := sorted(set(names) - set(known)):
+    if unknown := sorted(set(names) - set(known) - {row.key for row in rows}):
         raise ValueError(f"--rows: expected some of {', '.join(known)}; got {', '.join(unknown)}")
-    return [row for row in rows if row.is_baseline or row.name in names]
+    return [row for row in rows if row.is_baseline or {row.name, row.key} & set(names)]
 
 
 def smooth_sizes(base: int) -> list[int]:
