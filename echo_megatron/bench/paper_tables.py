@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "paper_tables.py") 
         place = find_place(options)
         complete(options, place)
         refuse_to_overwrite(options, place)
+        options.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
