@@ -462,7 +462,7 @@ def test_replays_return_the_first_run_s_bits_first_in_first_out(algorithm, world
     for equal, held, left in run_ranks(replaying, world_size, algorithm, True):
         assert equal and left == 0
         # Two-shot keeps about 4.25 bits an element, one-shot P times that or, where it is smaller, the FP32 sum itself.
-        state = 1.625 * 3008
+        state = 1.125 * 3008
         per_site = (held - state) / 6
         one_shot_bytes = min(world_size * 3008 * 4.25 / 8, 3000 * 4)
         expected = one_shot_bytes if algorithm is Algorithm.one_shot else 3008 * 4.25 / 8
@@ -625,7 +625,7 @@ def test_without_gpus_auto_says_why_it_is_collective_and_p2p_is_refused():
             assert transport == "collective"
             assert described == (
                 f"echo: 4-bit rotated (groups of 32), collective transport ({why}), algorithm one_shot (at 2 ranks), "
-                "local residual, eta 0.75, compact state, rescale tile; messages under 16384 bytes stay at full "
+                "local residual, eta 1, compact state, rescale tile; messages under 16384 bytes stay at full "
                 "precision; 0.0 MiB of workspace"
             )
             assert messages == ([described] if rank == 0 else []), "one line a group"

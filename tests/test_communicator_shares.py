@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from feedbacks import FEEDBACKS, state_dtypes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policies import group_size
@@ -20,10 +21,12 @@ LAYOUTS = ("contiguous", "strided", "transposed")
 common = settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 configs = st.builds(
-    lambda policy, rescale, state_dtype, eta: EchoConfig(
-        policy=policy, group_size=group_size(policy), rescale=rescale, state_dtype=state_dtype, eta=eta
+    lambda policy, rescale, feedback: EchoConfig(
+        policy=policy, group_size=group_size(policy), rescale=rescale, **feedback
     ),
-    st.sampled_from(Policy), st.sampled_from(Rescale), st.sampled_from(StateDtype), st.sampled_from((0.0, 0.75)),
+    st.sampled_from(Policy), st.sampled_from(Rescale), st.sampled_from(FEEDBACKS),
+).flatmap(
+    lambda config: st.sampled_from(state_dtypes(config)).map(lambda dtype: config.replace(state_dtype=dtype))
 )  # fmt: skip
 calls = st.tuples(
     st.sampled_from(list(Collective)),
@@ -100,7 +103,7 @@ def test_any_sequence_of_calls_equals_the_reference(world_size, script):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    configs.filter(lambda config: config.eta > 0).map(lambda config: config.replace(state_dtype=StateDtype.fp32)),
+    configs.filter(lambda config: config.compensates).map(lambda config: config.replace(state_dtype=StateDtype.fp32)),
     st.integers(2, 8), st.integers(1, 5), st.integers(2, 5), st.integers(-10, 10), st.integers(0, 2**31),
 )  # fmt: skip
 def test_local_residuals_sum_to_minus_the_injected_error_at_every_site(config, world_size, rows, sites, scale, seed):

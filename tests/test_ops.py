@@ -153,7 +153,7 @@ class TestLoaded:
         assert kernels.scatter_state_tiles(25 * TILE_VALUES + 1, 4, index, 32) == 3 * 26
 
     def test_bytes_of_a_states_tile(self) -> None:
-        bits_a_value = {StateDtype.bf16: 32, StateDtype.fp32: 64, StateDtype.compact: 13}
+        bits_a_value = {StateDtype.bf16: 32, StateDtype.fp32: 64, StateDtype.compact: 9}
         for index, dtype in enumerate(StateDtype):
             assert torch.ops.echo_megatron.state_tile_bytes(index) == TILE_VALUES * bits_a_value[dtype] // 8
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from feedbacks import AVERAGES
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -226,11 +227,11 @@ def options(config: EchoConfig, site: Site, choice: Choice, fresh: bool) -> dict
         "policy": index_of(config.policy),
         "group_size": config.group_size,
         "algorithm": index_of(choice.algorithm),
-        "residual": index_of(config.residual),
+        "residual": index_of(config.residual_of(site.direction)),
         "rescale": index_of(config.rescale),
         "state_dtype": index_of(config.state_dtype_of(site.direction)),
         "fresh": fresh,
-        "coefficients": Compensator(config).coefficients if config.compensates else [0.0] * 5,
+        "coefficients": Compensator(config, site.direction).coefficients if config.compensates else [0.0] * 5,
         "site": [site.idx, index_of(site.direction), site.chunk],
         "num_blocks": choice.num_blocks,
         "depth": choice.depth,
@@ -267,7 +268,7 @@ class TestArguments:
         assert reduced.output.shape == x.shape and reduced.codes is reduced.output
         assert (x == 1).all() and (reduced.output == SUM).all()
 
-    @pytest.mark.parametrize("changes", [{}, {"bits": 8, "state_dtype": StateDtype.compact}, {"group_size": 128}])
+    @pytest.mark.parametrize("changes", [{}, {"bits": 8, **AVERAGES}, {"group_size": 128, "state_dtype": "fp32"}])
     def test_in_place_with_the_local_residual(self, calls, changes):
         config, x = LOCAL.replace(**changes), values()
         rank = make_rank(config)
@@ -300,6 +301,23 @@ class TestArguments:
         assert [call["site"][1] for call in calls] == [0, 1, 0, 1]
         assert calls[0]["state"] is calls[2]["state"] and calls[1]["state"] is calls[3]["state"]
         assert calls[0]["state"] is not calls[1]["state"]
+
+    def test_directions_have_the_coefficients_of_their_residual(self, calls):
+        config = LOCAL.replace(backward_residual=Residual.consensus, bits=8)
+        rank, x = make_rank(config), values()
+        sites = [site(idx, direction, bits=8) for idx in range(2) for direction in Direction]
+        for where in sites:
+            rank.all_reduce(x, where)
+        sums = [call for call in calls if call.name == "all_reduce"]
+        choices = {FORWARD: Choice(Algorithm.two_shot, NUM_BLOCKS, 3), BACKWARD: Choice(Algorithm.one_shot, 8, 1)}
+        for call, where in zip(sums, sites, strict=True):
+            assert without_tensors(call) == options(config, where, choices[where.direction], fresh=where.idx == 0)
+        assert {tuple(call["coefficients"]) for call in sums[::2]} == {(0.0, 0.0, 1.0, 0.0, 1.0)}
+        updates = [call for call in calls if call.name == "consensus_update"]
+        assert len(updates) == 2, "of the backward calls"
+        for call in updates:
+            assert call["coefficients"] == Compensator(EchoConfig(residual=Residual.consensus)).coefficients
+            assert call["state_dtype"] == index_of(StateDtype.bf16)
 
     def test_a_plan_serves_one_dtype(self, calls):
         """The records are smaller than the sum in fp32 only."""
@@ -549,7 +567,7 @@ class TestConsensus:
 class TestShares:
     """Sequence parallelism's reduce-scatter and all-gather."""
 
-    @pytest.mark.parametrize("config", [LOCAL, NONE, LOCAL.replace(bits=8, state_dtype=StateDtype.compact)])
+    @pytest.mark.parametrize("config", [LOCAL, NONE, LOCAL.replace(bits=8, **AVERAGES)])
     def test_reduce_scatter(self, calls, config):
         rank, x = make_rank(config), values(300_000).view(-1, 8)
         sites = [site(idx, bits=bits, chunk=2) for idx, bits in enumerate((config.bits, 8, 4))]

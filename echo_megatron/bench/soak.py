@@ -25,7 +25,16 @@ from torch import Tensor
 
 from echo_megatron.bench.step_load import Load
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual
+from echo_megatron.config import (
+    GROUP_SIZES,
+    PAPER_FEEDBACK,
+    Algorithm,
+    Direction,
+    EchoConfig,
+    Policy,
+    Rescale,
+    Residual,
+)
 from echo_megatron.reference import SimulatedGroup, exact_sum
 from echo_megatron.result_files import made_by, markdown_table, provenance_lines, write_results
 from echo_megatron.sites import Site
@@ -37,6 +46,8 @@ MOST_VALUES = {"cuda": 16 << 20, "cpu": 1 << 14}
 NUM_STREAMS = 3
 PASSES_BETWEEN_AGREEMENTS = 20
 MOST_MESSAGES = 10  # of mismatches in the result
+# None, what the residual has as its default, and averages, which the local residual has not.
+_FEEDBACKS: tuple[dict[str, Any], ...] = ({"eta": 0.0}, {}, {}, vars(PAPER_FEEDBACK))
 LONGEST_DELAY = 2_000_000  # GPU cycles, about a millisecond
 
 
@@ -48,7 +59,7 @@ def draw_config(draw: random.Random) -> EchoConfig:
         algorithm=draw.choice((Algorithm.one_shot, Algorithm.two_shot)),
         residual=draw.choice((Residual.local, Residual.local, Residual.consensus)),
         rescale=draw.choice(list(Rescale)),
-        eta=draw.choice((0.0, 0.75, 0.75)),
+        **draw.choice(_FEEDBACKS),
     )
 
 

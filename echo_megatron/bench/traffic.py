@@ -61,8 +61,8 @@ def traffic(row: Row, num_values: int, world_size: int, algorithm: str | None) -
         quantized: two-shot 2 (P-1) R(n/P); one-shot (P-1) R(n)
         two-collective: as two-shot, its records being codes and one FP16 scale for 128 values
     hbm: x read and y written, 2 B; and
-        compensator, local: c and m2 read and written once
-        consensus: in the call c read; with the update also x, the codes of y, c and m2 read, c and m2 written
+        compensator, local: c and m2 read and written once; without memory of earlier sites m2 is not read
+        consensus: in the call c read; with the update also x and the codes of y read, and the state as above
         unfused: 17 passes of the tensor by PyTorch's operations
         two-collective: the codes written and read by each of its five steps, 6 R(n) + 2 R(n/P)
     Slots that codes arrive in are not counted: they are few and used again while still in L2. Nor are the codes that
@@ -99,8 +99,8 @@ def share_traffic(row: Row, num_values: int, world_size: int) -> Traffic:
     """What a reduce-scatter or an all-gather cannot avoid; `num_values` of the larger tensor, as in `traffic`.
 
     wire, sent by a rank: 16 bits (P-1)/P B; quantized (P-1) R(n/P)
-    hbm: the larger tensor and a share of it, B + B/P; and, compensated, c and m2 of the other ranks' shares read and
-        written once
+    hbm: the larger tensor and a share of it, B + B/P; and, compensated, the state of the other ranks' shares as in
+        `traffic`
     """
     size, others = ITEMSIZE * num_values, world_size - 1
     hbm = size + size / world_size
@@ -108,19 +108,26 @@ def share_traffic(row: Row, num_values: int, world_size: int) -> Traffic:
         return Traffic(others * size / world_size, hbm)
     wire = others * make_quantizer(row.config, row.bits).num_bytes(num_values // world_size)
     if row.kind is Kind.reduce_scatter and row.config.compensates:
-        hbm += 2 * sum(STATE_BYTES[row.config.state_dtype_of(Direction.forward)]) * num_values * others / world_size
+        hbm += _update_traffic(row.config, num_values) * others / world_size
     return Traffic(wire, hbm)
 
 
 def _state_traffic(config: EchoConfig, critical: bool, num_values: int, codes: int) -> float:
     if not config.compensates:
         return 0.0
-    correction, average = (width * num_values for width in STATE_BYTES[config.state_dtype_of(Direction.forward)])
     if config.residual_of(Direction.forward) is Residual.local:
-        return 2 * (correction + average)
+        return _update_traffic(config, num_values)
+    correction = STATE_BYTES[config.state_dtype_of(Direction.forward)][0] * num_values
     if critical:
         return correction
-    return correction + (ITEMSIZE * num_values + 2 * codes + 2 * (correction + average))
+    return correction + (ITEMSIZE * num_values + 2 * codes + _update_traffic(config, num_values))
+
+
+def _update_traffic(config: EchoConfig, num_values: int) -> float:
+    """The state read and written once; m2 is read where it has a memory."""
+    correction, average = STATE_BYTES[config.state_dtype_of(Direction.forward)]
+    average_passes = 1 if config.feedback_of(Direction.forward).is_memoryless else 2
+    return (2 * correction + average_passes * average) * num_values
 
 
 def bound_ms(moved: Traffic, ceilings: Ceilings) -> tuple[float, float]:
