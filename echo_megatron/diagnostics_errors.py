@@ -9,8 +9,8 @@ At site k of a pass rank i contributes x_i, the compensator adds c_i, and the ca
 The compensator makes S_t the sum of phi_{t-s} delta_s (Eqn. 13), hence |S_t| <= (1-eta) N q + eta (1+mu_w) q with N the
 sites so far and q the largest |delta_s| of them (Eqn. 21). Both are about exact arithmetic: they hold as far as the
 state is exact (`state_dtype: fp32`) and all of delta is fed back. Rotated policies don't feed the rounding r_k of y to
-its dtype back: the bound here is larger by the sum of what |r_k| can be, as S_t is by the sum of (1 - phi) r. A state
-in bf16 or compact is rounded itself, which adds an error of that size at every site; the bound leaves it out.
+its dtype back: the bound here is larger by the sum of what earlier |r_k| can be, as S_t is by that of (1 - phi) r. A
+state in bf16 or compact is rounded itself, which adds an error of that size at every site; the bound leaves it out.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ class PassErrors:
         self.num_sites += 1
         size = norm(injected)
         self.largest = size if self.largest is None else torch.maximum(self.largest, size)
+        bound = source_bound(self._feedback, self.num_sites, 1.0) * self.largest
+        bound = bound if self.rounded is None else bound + self.rounded
         rounded = roundoff * norm(returned)
         self.rounded = rounded if self.rounded is None else self.rounded + rounded
-        bound = source_bound(self._feedback, self.num_sites, 1.0) * self.largest + self.rounded
         whole = norm(exact)
         return torch.stack((ratio(norm(net), whole), ratio(size, whole), norm(self.accumulated), bound))
 

@@ -55,7 +55,7 @@ def measured_pass(config, world_size, contributions):
         exact = torch.stack(xs).float().sum(0)
         added = None if corrections is None else quantizer.from_basis(corrections.sum(0), num_values)
         is_lost = quantizer.rotates and config.compensates and xs[0].dtype is torch.bfloat16
-        numbers = errors.add(exact, added, y, 2.0**-9 if is_lost else 0.0)
+        numbers = errors.add(exact, added, y, 2.0**-8 if is_lost else 0.0)
         sites.append((y - exact, y - exact - (0 if added is None else added), numbers.tolist()))
     return errors, sites
 

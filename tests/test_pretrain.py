@@ -192,7 +192,7 @@ def test_sequence_parallel_resumes_bit_for_bit_and_is_measured(data: dict[str, A
     assert {(site.direction, site.site.rpartition(".")[2]) for site in tags} == {
         ("forward", "linear_proj"), ("forward", "linear_fc2"), ("backward", "linear_fc1"), ("backward", "linear_qkv"),
     }  # fmt: skip
-    assert all(0 < site.values["bound_used"] <= 1 for site in tags)
+    assert all(0 < site.values["bound_used"] < 1.01 for site in tags), "the compact state is rounded"
     exact = finish(make_config(tmp_path, data, "exact", "trainer.sequence_parallel=true", "trainer.max_steps=4"))
     # FP32: reduce-scatters at 4.25 of 32 bits, all-gathers at 8.25; embedding, LM head and norms as they are.
     assert quantized < 0.45 * exact.run()["tp_bytes_per_step"]
