@@ -1,7 +1,8 @@
 """Which communication trains how well: the arms of a study, trained on the same data and compared.
 
 usage: torchrun --nproc-per-node P scripts/training_study.py [--study feedback | qwen3_0p6b] [--arms …] [--seeds 1 2 3]
-                                   [--out runs/STUDY] [--results docs/results] [--budget-s S] [KEY=VALUE …]
+                                   [--out runs/STUDY] [--results docs/results] [--results-name NAME] [--budget-s S]
+                                   [KEY=VALUE …]
        python scripts/training_study.py --study qwen3_0p6b --results docs/results --render
 
 feedback:    a small model with every form of feedback over several seeds, which the presets' defaults rest on.
@@ -20,7 +21,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the study's")
     parser.add_argument("--out", type=Path, help="folder of the runs (runs/STUDY)")
     parser.add_argument("--results", type=Path, help="folder that gets the comparison and what it was made from")
+    parser.add_argument("--results-name", metavar="NAME", help="of its files in there; default the study's")
     parser.add_argument("--render", action="store_true", help="train nothing; compare what --results has")
     parser.add_argument("--budget-s", type=float, help="seconds after which no further run starts")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every run, e.g. trainer.max_steps=200")
@@ -192,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.arms = options.arms or list(study.arms)
     options.seeds = options.seeds or list(study.seeds)
     options.out = options.out or Path("runs") / options.study
+    study = replace(study, results=options.results_name or study.results)
     try:
         unfinished = [] if options.render else train(study, options)
         if options.results is not None and int(os.environ.get("RANK", "0")) == 0:
@@ -211,11 +214,14 @@ def train(study: Study, options: argparse.Namespace) -> list[str]:
 
 
 def write_results(study: Study, options: argparse.Namespace, unfinished: Sequence[str]) -> None:
-    """Keeps the finished runs beside the results, and compares all that are there."""
+    """Keeps the finished runs beside the results, and compares all that are there; one run alone waits for another."""
     kept = options.results / f"{study.results}_runs"
     if not options.render:
         names = [run_name(study, arm, seed) for seed in options.seeds for arm in options.arms]
         keep([options.out / name for name in names if name not in unfinished], kept)
+        if len(list(kept.glob("*/run.json"))) < 2:
+            print(f"{kept}: no comparison yet: it needs runs of two arms", flush=True)
+            return
     render(study, kept, options.results, options.out / "comparison")
 
 
