@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -115,6 +116,7 @@ def chosen_steps(options: argparse.Namespace, place: Place, begin: float) -> int
     if ended.status != 0:
         raise ValueError(f"the timing run did not end well (exit status {ended.status}): {ended.last_line()}")
     step_s = seconds_a_step(timing / "16bit" / "metrics.jsonl")
+    shutil.rmtree(timing)  # its checkpoint is as large as a run's
     overhead_s = max(0.0, ended.seconds - TIMED_STEPS * step_s)
     steps = steps_that_fit(left_s(options, begin) - overhead_s, step_s)
     write_atomic(path, json.dumps({"steps": steps, "step_s": step_s, "overrides": options.overrides}) + "\n")
