@@ -147,7 +147,7 @@ def draw_site(ax: Axes, x: float, name: str, y: float) -> None:
 
 
 def draw_feedback(ax: Axes) -> None:
-    """x' = x + c at every site; what a site rounds off goes into the correction of the next ones."""
+    """x' = x + c at every site; what a site rounds off goes into the correction of the next one."""
     sites, state = -2.25, -4.25
     first, second = 2.15, 8.35
     for x, name in ((first, "site t"), (second, "site t + 1")):
@@ -162,7 +162,7 @@ def draw_feedback(ax: Axes) -> None:
         ax.text(adder + 0.5, sites + 0.2, "x′", ha="center", fontsize=12, color=INK, style="italic")
         ax.text(x + 2.5, sites + 0.2, "y", ha="center", fontsize=12, color=INK, style="italic")
     feedback = SEGMENT_COLOURS[0]
-    box(ax, 3.95, state, 2.35, "c, m2\nstate of the pass", tint(feedback))  # type: ignore[arg-type]
+    box(ax, 3.95, state, 2.35, "c\nstate of the pass", tint(feedback))  # type: ignore[arg-type]
     # Site t gets the correction that earlier sites left.
     arrow(ax, (first - 0.85, sites - 1.1), (first - 0.85, sites - 0.23), feedback)
     ax.text(first - 1.0, sites - 0.8, "c", ha="right", va="center", fontsize=12.5, color=feedback, style="italic")
@@ -183,7 +183,7 @@ def draw_feedback(ax: Axes) -> None:
     ax.text(
         7.95,
         state - 0.08,
-        "x′ = x + c: the error comes back\nin the next sums with opposite sign.\nEach pass starts with c = 0.",
+        "x′ = x + c: the error comes back\nin the next sum with opposite sign.\nEach pass starts with c = 0.",
         ha="left",
         va="center",
         fontsize=10.5,

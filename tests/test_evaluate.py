@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from echo_megatron.config import EchoConfig, Policy
 from echo_megatron.evaluate import evaluate_cli
 from echo_megatron.evaluate.perplexity import Measurement, Windows, measure
-from echo_megatron.evaluate.results import block_losses, compare
+from echo_megatron.evaluate.results import Results, RowKey, block_losses, compare
 from echo_megatron.evaluate.settings import SETS, TABLE_8, parse_setting, parse_settings
 from echo_megatron.evaluate.subjects import TransformersSubject, relative_bytes
 from echo_megatron.evaluate.token_source import Tokens, read_source
@@ -252,6 +252,18 @@ def test_a_cut_command_goes_on_and_another_is_refused(
     (tmp_path / "r.json").write_text("{}")
     assert run(tmp_path, *command) == evaluate_cli.EXIT_REFUSED
     assert "expected the results of an evaluation" in capsys.readouterr().err
+
+
+def test_rows_whose_name_means_other_options_by_now_are_left_out(tmp_path: Path) -> None:
+    """As after a change of defaults: echo4 had averages once, and full_feedback was the name of what it is now."""
+    averages, now = parse_setting("averages").key, parse_setting("echo4").key
+    names = {"16bit": "16bit", "echo4": averages, "full_feedback": now, "averages": averages, "echo4,bits=8": now}
+    rows = [{"setting": name, "key": f"P=2 simulated {key}"} for name, key in names.items()]
+    (tmp_path / "r.json").write_text(json.dumps({"settings": {"tokens": 1}, "rows": rows, "runs": []}))
+    results = Results(tmp_path, "r", {"tokens": 1}, {})
+    assert results.outdated == ["echo4", "full_feedback", "echo4,bits=8"]
+    keys = [RowKey(parse_setting(name), 2, True) for name in ("16bit", "averages", "echo4")]
+    assert [key in results for key in keys] == [True, True, False]
 
 
 def test_the_ablation_is_one_table(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import Collective, Direction, EchoConfig
+from echo_megatron.config import PAPER_FEEDBACK, Collective, Direction, EchoConfig
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
-from echo_megatron.pretrain.settings import check_same
+from echo_megatron.pretrain.schema import PretrainConfig
+from echo_megatron.pretrain.settings import check_same, run_settings
 from echo_megatron.pretrain.traffic import TrafficMeter, layers, mappings
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.sites import Site
@@ -124,6 +125,32 @@ def test_settings_name_every_difference_and_accept_what_is_listed() -> None:
     check_same(saved, newer, [], "runs/a")  # a run from before these settings had what are their defaults
     with pytest.raises(ValueError, match=r"sequence_parallel: the run has False, got True"):
         check_same(saved, newer | {"trainer.sequence_parallel": True}, [], "runs/a")
+
+
+@pytest.mark.parametrize(
+    ("options", "goes_on"),
+    [
+        ({}, False),
+        (vars(PAPER_FEEDBACK), True),
+        ({"residual": "consensus"}, True),
+        ({"eta": 0.0}, True),
+        ({"bits": 16}, True),
+    ],
+    ids=["echo4", "averages", "consensus", "uncompensated", "16bit"],
+)
+def test_a_run_whose_coefficients_were_written_out_goes_on_where_they_are_in_effect(
+    options: dict[str, Any], goes_on: bool
+) -> None:
+    """Before they followed the residual, they were the paper's and stood in the settings of every run."""
+    config = PretrainConfig()
+    config.tp_comm = EchoConfig(**options)
+    current = run_settings(config, {})
+    saved = current | {f"tp_comm.{name}": value for name, value in (vars(PAPER_FEEDBACK) | options).items()}
+    if goes_on:
+        check_same(saved, current, [], "runs/a")
+    else:
+        with pytest.raises(ValueError, match=r"tp_comm\.eta: the run has 0\.75, got 1\.0"):
+            check_same(saved, current, [], "runs/a")
 
 
 def test_checkpoint_folder_keeps_the_newest_and_never_names_a_partial_one(tmp_path: Path) -> None:

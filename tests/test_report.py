@@ -191,6 +191,29 @@ def test_options_make_arms_and_tell_labels_apart(tmp_path: Path) -> None:
     assert [arm.label for arm in group_arms([load_run(run) for run in repeats])] == ["nccl (first)", "nccl (again)"]
 
 
+def test_runs_of_several_versions_are_told_apart_by_what_was_in_effect(tmp_path: Path) -> None:
+    """Averages were the default once and nobody named them; 16 bits are the same whatever else is recorded."""
+    averages = {"eta": 0.75, "a": 0.35, "beta1": 0.7, "beta2": 0.3}
+    then = {"residual": "local", **averages, "state_dtype": "compact"}  # refused by now, but read
+    now = {"residual": "local", "eta": None, "beta1": None, "beta2": None, "last_bits": None}
+
+    def label(name: str, tp_comm: str, options: dict) -> str:
+        run = write_run(tmp_path / name, tp_comm=tp_comm, config={"tp_comm": {"bits": 4, **options}})
+        (arm,) = group_arms([load_run(run)])
+        return arm.label
+
+    assert label("then", "echo4", then) == "echo4 with averages"
+    assert label("stored", "echo4 state_dtype=compact", then) == "echo4 with averages compact state"
+    assert label("now", "echo4", now) == "echo4"
+    assert label("chosen", "echo4 eta=0.75 beta1=0.7 beta2=0.3", now | averages) == "echo4 with averages"
+    assert label("paper", "echo4_paper", averages | {"residual": "consensus"}) == "echo4_paper"
+    pair = [
+        write_run(tmp_path / f"nccl{seed}", seed=seed, config={"tp_comm": {"bits": 16, **options}})
+        for seed, options in ((1, then), (2, now))
+    ]
+    assert len(group_arms([load_run(run) for run in pair])) == 1
+
+
 def test_baseline_by_label_or_run_name(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"run_{arm}", arm) for arm in ("echo4", "nccl")]
     for name in ("nccl", "run_nccl"):

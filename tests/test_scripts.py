@@ -65,14 +65,15 @@ class TestErrorFeedbackSimulation:
         check_provenance(results, "error_feedback_simulation.py")
         assert results["setup"]["num_sites"] == 12
         errors = {(row["arm"], row["world_size"]): row["mean"] for row in results["rows"]}
-        assert len(errors) == len(results["rows"]) == 20
+        assert len(errors) == len(results["rows"]) == 28
+        one_site = {(row["arm"], row["world_size"]): row["mean_of_one_site"] for row in results["rows"]}
         for world_size in (2, 3):
             for policy in ("zero_aware", "rotated"):
-                none, consensus, local = (
-                    errors[f"{policy} {mode}", world_size] for mode in ("none", "consensus", "local")
-                )
-                assert local < consensus < none
-                states = [errors[f"{policy} local {dtype}", world_size] for dtype in ("fp32", "compact")]
+                arms = ("none", "consensus", "averages", "local")
+                none, consensus, averages, local = (errors[f"{policy} {arm}", world_size] for arm in arms)
+                assert local < averages < consensus < none
+                assert local == pytest.approx(one_site[f"{policy} local", world_size], rel=0.15)
+                states = [errors[f"{policy} local {dtype}", world_size] for dtype in ("fp32", "bf16")]
                 assert states == pytest.approx([local, local], rel=0.1)
         assert all(row["prototype"] is None for row in results["rows"]), "the prototype's passes have 56 sites"
         algorithms = {(row["arm"], row["world_size"]): row["algorithm"] for row in results["rows"]}

@@ -112,3 +112,6 @@ def test_kept_runs_are_compared_again_without_training(tmp_path: Path, study, ca
     assert rows[1]["delta_percent"] == pytest.approx(100 * (rows[1]["tail100"] / rows[0]["tail100"] - 1))
     assert f"![loss curves]({chosen.results}.png)" in (tmp_path / f"{chosen.results}.md").read_text()
     assert (tmp_path / f"{chosen.results}.png").is_file()
+    write_run(kept / "an_arm_of_before", "echo4", **facts, lr=3e-4)
+    assert study.main(render) == 0
+    assert json.loads((tmp_path / f"{chosen.results}.json").read_text())["rows"][-1]["arm"] == "an_arm_of_before"
