@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 STOP_S = 6.0  # from SIGTERM, by which torchrun ends its ranks, to SIGKILL
 TAIL = 2000  # lines that are kept
+ERROR = re.compile(r"(\[rank\d+\]: ?)?(error:|([\w.]+\.)?\w*(Error|Exception|Unavailable)\b)")
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Ended:
     lines: list[str]
 
     def last_line(self) -> str:
-        """The last line with an error's name in it, else the last line."""
+        """The last line that names an error, torchrun's own about its ranks left out; else the last line."""
         said = [line.strip() for line in self.lines if line.strip()]
-        errors = [line for line in said if "Error" in line or line.startswith("error:")]
+        errors = [line for line in said if ERROR.match(line) and "ChildFailedError" not in line]
         return (errors or said or ["no message"])[-1]
 
 

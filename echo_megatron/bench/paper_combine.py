@@ -224,8 +224,7 @@ def _cell(line: Line, size: int, entry: Row | None) -> dict[str, Any]:
         f"{name}_ms": None if (share := entry.get(f"{name}_fraction")) is None else share * entry["ms"]
         for name in ("wire", "hbm")
     }
-    ratio = None if line.matmuls else entry["nccl_ratio"]  # of an added time to a whole call it says little
-    return {**found, "ms": entry["ms"], "nccl_ratio": ratio, **bounds, "algorithm": entry["algorithm"]}
+    return {**found, "ms": entry["ms"], "nccl_ratio": entry["nccl_ratio"], **bounds, "algorithm": entry["algorithm"]}
 
 
 def _paper_cell(name: str | None, size: int) -> dict[str, Any]:

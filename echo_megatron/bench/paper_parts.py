@@ -39,6 +39,7 @@ TESTS = (
     "tests/gpu/test_p2p_sequence_parallel_processes.py::test_calls_of_every_kind_back_to_back",
     "tests/gpu/test_p2p_processes.py::test_calls_of_mixed_shapes_back_to_back",
 )
+NUM_CALLS = 500  # of the tests that draw calls
 WEIGHTS = {"all_reduce": 3.2, "nccl_defaults": 0.8, "tests": 2.2, "step": 4.0, "ttft": 3.4}
 START_S = {"cuda": 15.0, "cpu": 5.0}  # of a part: interpreters, libraries, process groups
 OVERRUN = 0.1  # of a part's time: a bench ends the measurement that it is in
@@ -138,17 +139,23 @@ def environment_of(part: str, place: Place, environment: Mapping[str, str]) -> d
     found = {**environment, **MULTICAST_OFF, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if part == "nccl_defaults":
         found = {key: value for key, value in found.items() if not key.startswith("NCCL_") or key in MULTICAST_OFF}
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    found["PYTHONPATH"] = sources_path(environment)
     named = environment.get("CUDA_VISIBLE_DEVICES")
     devices = named.split(",") if named else [str(idx) for idx in range(place.ranks)]
     found["CUDA_VISIBLE_DEVICES"] = ",".join(devices[: place.ranks]) if place.device == "cuda" else ""
     return found
 
 
+def sources_path(environment: Mapping[str, str]) -> str:
+    """PYTHONPATH with these sources first: they need not be installed."""
+    others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]
+    return os.pathsep.join([str(ROOT), *others])
+
+
 def command_of(part: str, place: Place, options: argparse.Namespace, limit_s: float) -> list[str]:
     """The command of a part that may take `limit_s` seconds."""
     if part == "tests":
-        return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *TESTS]
+        return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *TESTS, "--num-calls", str(NUM_CALLS)]
     on_cpu = place.device == "cpu"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(place.ranks)]
     common = ["--budget-s", f"{inner_budget(limit_s, place.device):.0f}"]

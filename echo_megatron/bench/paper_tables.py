@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +35,7 @@ from echo_megatron.bench.paper_parts import (
     Place,
     nccl_variables,
     run_part,
+    sources_path,
 )
 from echo_megatron.bench.step_models import MODELS as ALL_MODELS
 from echo_megatron.bench.step_tables import PAPER_LOADS
@@ -104,6 +105,7 @@ def find_place(options: argparse.Namespace) -> Place:
     """
     if options.device == "cpu":
         return Place("cpu", None, "cpu", options.ranks or 2)
+    os.environ["PYTHONPATH"] = sources_path(os.environ)
     facts = probe("cuda", PROBE_S)
     gpus = [gpu["name"] for gpu in facts.get("gpus", ())]
     ranks = options.ranks or min(len(gpus), MAX_WORLD_SIZE)
@@ -157,12 +159,12 @@ def run(options: argparse.Namespace, place: Place, already_s: float) -> int:
         head = {"world_size": place.ranks, "machine_key": place.key, "gpu": place.gpu}
         nccl = {"set": nccl_variables(os.environ), "multicast": "off: NCCL_NVLS_ENABLE=0"}
         write_page(options, {**head, "nccl": nccl, "runs": [*kept, this]})
-    draw(options.out, place.name)
+    figures_fail = draw(options.out, place.name)
     unfinished = [part for part in parts if part.status != DONE]
     for part in unfinished:
         print(f"{part.status}: {part.name}: {part.why}")
     print(f"{path.with_suffix('.md')}: {len(parts) - len(unfinished)} of {len(parts)} parts are done")
-    return int(bool(unfinished))
+    return int(bool(unfinished or figures_fail))
 
 
 def write_page(options: argparse.Namespace, head: Mapping[str, Any]) -> None:
@@ -188,26 +190,39 @@ def render(options: argparse.Namespace) -> int:
     paths = sorted(options.out.glob(f"{PAGE}_*x{options.ranks or '*'}.json"))
     if not paths:
         raise ValueError(f"--render: expected {PAGE}_GPUxP.json in --out {options.out}, found none")
+    fails = False
     for path in paths:
         page = _read(path)
         head = {key: page[key] for key in ("world_size", "machine_key", "gpu", "nccl", "runs")}
         write_page(options, head)
-        draw(options.out, lambda what, head=head: f"{what}_{head['machine_key']}x{head['world_size']}")
-    return 0
+        place = Place("cuda" if page["gpu"] else "cpu", page["gpu"], page["machine_key"], page["world_size"])
+        fails |= draw(options.out, place.name)
+    return int(fails)
 
 
-def draw(folder: Path, name: Any) -> None:
-    """Figures of the benches' results, where Matplotlib is; `name(what)` is a file's."""
+def draw(folder: Path, name: Callable[[str], str]) -> bool:
+    """Figures of the benches' results, where Matplotlib is; returns whether one failed.
+
+    Args:
+        folder: where they are.
+        name: of the file of a bench.
+    """
     if find_spec("matplotlib") is None:
         print("no figures: matplotlib is not installed here; --render draws them where it is")
-        return
+        return False
     from echo_megatron.bench import all_reduce, step, ttft
 
+    fails = False
     for what, draw_one in zip(BENCHES, (all_reduce.render, step.render, ttft.render), strict=True):
         path = folder / f"{name(what)}.json"
         results = _read(path)
         if any(results.get(key) for key in ("rows", "prefill")):
-            draw_one(path)
+            try:
+                draw_one(path)
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:  # what was measured is kept
+                print(f"no figure of {path.name}: {type(error).__name__}: {error}", file=sys.stderr)
+                fails = True
+    return fails
 
 
 def _names(run: Mapping[str, Any]) -> list[str]:
