@@ -53,7 +53,7 @@ def write_run(folder: Path, arm: str = "nccl", seed: int = 1, num_steps: int = 6
     } | changes
     output = RunFolder(folder)
     output.write_run(run)
-    eta = 0.0 if "eta=0.0" in arm else 0.75
+    eta = 0.0 if "eta=0.0" in arm else None
     tp_comm = {"bits": 16 if arm == "nccl" else 4, "policy": "rotated", "eta": eta}
     composed = {
         "model": {"name": "qwen3_tiny"},

@@ -145,6 +145,11 @@ def test_tp_comm_group_is_the_preset(name: str) -> None:
 
 def test_tp_comm_name_says_what_differs() -> None:
     assert tp_comm_name(composed("tp_comm=echo4", "tp_comm.eta=0").tp_comm) == "echo4 eta=0.0"
+    given = composed("tp_comm=echo4", "tp_comm.eta=1", "tp_comm.beta1=0")
+    assert tp_comm_name(given.tp_comm) == "echo4", "the same by its default"
+    assert tp_comm_name(composed("tp_comm=echo4_paper", "tp_comm.eta=0.75").tp_comm) == "echo4_paper"
+    mixed = composed("tp_comm=echo4", "tp_comm.backward_residual=consensus", "tp_comm.eta=1").tp_comm
+    assert tp_comm_name(mixed) == "echo4 backward_residual=consensus eta=1.0", "the default of one direction only"
     config = composed("tp_comm=echo4_paper", "tp_comm.policy=symmetric", "tp_comm.directions=[forward]").tp_comm
     assert config.policy is Policy.symmetric
     assert tp_comm_name(config) == "echo4_paper policy=symmetric directions=forward"

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from echo_megatron.config import PRESETS, EchoConfig
+from echo_megatron.config import PRESETS, Direction, EchoConfig
 from echo_megatron.reference import check_scattered_residual
 
 
@@ -357,6 +357,7 @@ def tp_comm_name(config: EchoConfig) -> str:
     """What reports call a communication: the nearest preset and what differs from it, e.g. `echo4 eta=0.0`."""
     if not config.quantizes:
         return "nccl"
+    config = _without_given_defaults(config)
 
     def differences(preset: str) -> list[str]:
         other = vars(EchoConfig.preset(preset))
@@ -365,6 +366,18 @@ def tp_comm_name(config: EchoConfig) -> str:
     nearest = min((name for name in PRESETS if name != "nccl"), key=lambda name: len(differences(name)))
     values = (f"{name}={_plain(getattr(config, name))}" for name in differences(nearest))
     return " ".join((nearest, *values))
+
+
+def _without_given_defaults(config: EchoConfig) -> EchoConfig:
+    """Coefficients that are given as they would be without are left out."""
+    names = ("eta", "beta1", "beta2")
+    defaults = config.replace(**dict.fromkeys(names))
+    given = [
+        name
+        for name in names
+        if all(getattr(defaults.feedback_of(direction), name) == getattr(config, name) for direction in Direction)
+    ]
+    return config.replace(**dict.fromkeys(given))
 
 
 def communication_name(config: PretrainConfig) -> str:

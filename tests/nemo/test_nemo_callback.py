@@ -147,7 +147,7 @@ def test_it_is_copied_and_built_again_from_its_arguments() -> None:
         (None, EchoTPComm("echo8"), ("tp_comm=nccl (it was written without EchoTPComm),", "tp_comm=echo8;")),
         (None, EchoTPComm("nccl"), None),
         (EchoTPComm("echo4", eta=0.5), EchoTPComm("echo4", eta=0.5), None),
-        (EchoTPComm("echo4", eta=0.75), EchoTPComm("echo4"), None),  # the same by its default
+        (EchoTPComm("echo4", eta=1.0), EchoTPComm("echo4"), None),  # the same by its default
     ],
 )
 def test_a_checkpoint_of_the_other_arm_is_told_in_one_line(
