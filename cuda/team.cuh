@@ -305,7 +305,8 @@ class Team {
     group_range<Q::kSymmetric>(v, valid, a_.group_shift, lo, hi, finite);
     record.exponent = call_exponent_;
     if (a_.rescale == Rescale::tile) {
-      const uint32_t warp_amax = __reduce_max_sync(~0u, __float_as_uint(larger(-lo, hi)));
+      // The largest is found among the bits, where -0, a whole group of it, would stand above every number.
+      const uint32_t warp_amax = __reduce_max_sync(~0u, __float_as_uint(fabsf(larger(-lo, hi))));
       amax_parity_ ^= 1;
       if ((thread_ & 31) == 0) scratch_->warp_amax[amax_parity_][thread_ >> 5] = __uint_as_float(warp_amax);
       sync();

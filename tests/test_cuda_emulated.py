@@ -32,15 +32,21 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 QUANTIZERS = [(Policy.rotated, 4), (Policy.zero_aware, 8)]
 NUM_SEQUENCES = 16
 SMALL = (1, 7, 40, 4_096, 4_104, 9_001)
+RUN = 256  # values: whole groups of any size
 LARGE = (4_096 * 9 + 5, 4_096 * 13 + 8, 4_096 * 19)  # a team has tiles to push while others are reduced and finished
 
 
 def values(draw: random.Random, num_values: int, dtype: torch.dtype, offset: int, is_wild: bool) -> torch.Tensor:
-    """Normal; or of magnitudes to either end of the dtype's range, value by value."""
+    """Normal; or of magnitudes to either end of the dtype's range, value by value, with runs of one value and of -0."""
     x = torch.randn(num_values)
     if is_wild:
         lowest, highest = (-24, 10) if dtype is torch.float16 else (-140, 100)
         x = x * torch.exp2(torch.randint(lowest, highest, (num_values,)).float())
+        for begin in range(0, num_values, RUN):
+            run = x[begin : begin + RUN]
+            kind = draw.randrange(8)
+            if kind < 2:
+                run.fill_(-0.0 if kind == 0 else float(run[0]))
     return aligned_empty(num_values, dtype, offset).copy_(x)
 
 

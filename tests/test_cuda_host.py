@@ -103,6 +103,7 @@ KINDS = (
     "far",
     "constant",
     "zero",
+    "negative zero",
     "subnormal",
     "bits",
     "outlier",
@@ -127,6 +128,8 @@ def group_of(kind: str, size: int, exponent: int, generator: torch.Generator) ->
             x = x[:1].expand(size)
         case "zero":
             x = torch.where(x > 0, 0.0, -0.0)
+        case "negative zero":
+            x = torch.full_like(x, -0.0)
         case "subnormal":
             x, scale = x.sign() * torch.randint(0, 9, (size,), generator=generator), 2.0**-149
         case "bits":  # every FP32 number, NaN and Inf aside
