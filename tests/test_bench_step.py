@@ -123,7 +123,13 @@ class TestProfile:
             "exposed_ms": 2.4,
             "span_ms": 7.0,
             "idle_ms": 1.5,
+            "others_ms": 3.1,
+            "others": [
+                {"name": "gemm", "count": 3, "sum_ms": 2.6},
+                {"name": self.nccl, "count": 1, "sum_ms": 0.5},
+            ],
         }
+        assert step_profile.summary(kernels, 0)["others_ms"] == 5.5, "without sites every kernel is another"
 
     def test_nothing_recorded_is_an_error(self) -> None:
         with pytest.raises(RuntimeError, match="recorded no kernel"):

@@ -17,6 +17,7 @@ import torch
 ECHO_CALL = re.compile(r"\becho::(\(anonymous namespace\)::)?(all_reduce|exact)_kernel\b")
 ECHO_OTHER = re.compile(r"\becho::(\(anonymous namespace\)::)?\w+_kernel\b")
 NCCL_CALL = re.compile(r"nccl\w*AllReduce", re.IGNORECASE)
+SHOWN, NAME_LENGTH = 10, 120  # kernels that are not sites', by name
 ANNOTATION = re.compile(r"^(nccl:|c10d::|gloo:)")  # ranges that older profilers list among the kernels
 
 
@@ -73,13 +74,16 @@ def summary(kernels: Sequence[Kernel], num_sites: int) -> dict[str, Any]:
         `calls`: how many were found, of `num_sites`. `call_ms`, `call_q1_ms`, `call_q3_ms`: of one. `sum_ms`: of all,
         with Echo's kernels beside the calls. `exposed_ms`: the part of that in which nothing else ran. `span_ms`: from
         the first kernel's start to the last one's end. `idle_ms`: the part of that in which nothing ran at all.
+        `others_ms`: in which a kernel ran that is not a site's; whether these took as long as with other communication
+        says if calls cost more than their own time. `others`: `name`, `count` and `sum_ms` of those that took most.
     """
     if not kernels:
         raise RuntimeError("the profiler recorded no kernel")
     calls = site_calls(kernels, num_sites)
     mine = set(calls) | {kernel for kernel in kernels if ECHO_OTHER.search(kernel.name)}
     sites = union(list(mine))
-    others = union([kernel for kernel in kernels if kernel not in mine])
+    rest = [kernel for kernel in kernels if kernel not in mine]
+    others = union(rest)
     everything = union(kernels)
     span = max(kernel.end for kernel in kernels) - kernels[0].start
     times = [kernel.end - kernel.start for kernel in calls]
@@ -93,7 +97,17 @@ def summary(kernels: Sequence[Kernel], num_sites: int) -> dict[str, Any]:
         "exposed_ms": (length(everything) - length(others)) / 1e3 if sites else 0.0,
         "span_ms": span / 1e3,
         "idle_ms": (span - length(everything)) / 1e3,
+        "others_ms": length(others) / 1e3,
+        "others": _slowest(rest),
     }
+
+
+def _slowest(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
+    times: dict[str, list[float]] = {}
+    for kernel in kernels:
+        times.setdefault(kernel.name, []).append(kernel.end - kernel.start)
+    slowest = sorted(times.items(), key=lambda item: -sum(item[1]))[:SHOWN]
+    return [{"name": name[:NAME_LENGTH], "count": len(spent), "sum_ms": sum(spent) / 1e3} for name, spent in slowest]
 
 
 def union(kernels: Sequence[Kernel]) -> list[tuple[float, float]]:

@@ -32,7 +32,7 @@ from echo_megatron.bench.step_timing import Block, Ranks, Shares, fits, time_blo
 from echo_megatron.config import TransportName
 
 LOADED = (NCCL, "echo4", SKIPPED)  # settings at loads above 0
-PROFILED = (NCCL, "echo4")
+PROFILED = (NCCL, "echo4", SKIPPED)
 MARGIN_BYTES = 4 << 30  # that a 16-bit step must not need: Echo's state and workspace, and holes between tensors
 ROOM_BYTES = 2 << 30  # of the GPU must be free when Echo's workspace is made, which PyTorch's cache cannot give
 LINK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
@@ -318,6 +318,7 @@ class StepBench(PartedBench):
                 forward = step_profile.record(lambda: losses.append(workload.forward_loss()))  # noqa: B023
                 backward = step_profile.record(lambda: losses.pop().backward())  # noqa: B023
             for (direction, count), kernels in zip(num_sites(workload.model).items(), (forward, backward), strict=True):
+                count = 0 if setting.name == SKIPPED else count
                 profile = step_profile.summary(kernels, count)
                 self.profiles.append(
                     {"model": name, "setting": setting.name, "direction": direction, "sites": count, **profile}

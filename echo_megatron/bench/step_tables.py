@@ -131,11 +131,12 @@ def profile_table(profiles: Sequence[Row]) -> list[str]:
             f"{row['exposed_ms']:.1f} ({row['exposed_ms'] / spans[row['model'], row['setting']]:.1%})",
             f"{row['span_ms']:.1f}",
             f"{row['idle_ms']:.1f}",
+            f"{row['others_ms']:.1f}" if "others_ms" in row else "",  # older results have none
         ]
         for row in profiles
     ]
     columns = ["model", "setting", "direction", "calls", "a call, ms (quartiles)", "all calls, ms (of the step)"]
-    return markdown_table([*columns, "exposed, ms (of the step)", "the pass, ms", "nothing runs, ms"], lines)
+    return markdown_table([*columns, "exposed, ms (of the step)", "the pass, ms", "nothing runs, ms", "other kernels, ms"], lines)
 
 
 def memory_table(rows: Sequence[Row]) -> list[str]:
