@@ -104,6 +104,14 @@ class CallTimes:
             latency = max(latency, plain.latency_ms)
         return latency + curve.work_ms(num_bytes) * bound / own
 
+    def is_measured(self, config: EchoConfig) -> bool:
+        """Whether there are times of the config's all-reduces."""
+        try:
+            self.curve_of(config)
+        except ValueError:
+            return False
+        return True
+
     def curve_of(self, config: EchoConfig) -> Curve:
         """The measured all-reduces of a config.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from echo_megatron.config import Algorithm, EchoConfig, Policy, StateDtype
@@ -44,6 +45,13 @@ class Comparison:
         return {**asdict(self), "error": self.error}
 
 
+_STATES: dict[str, dict[str, Any]] = {
+    "compact state": {"state_dtype": StateDtype.compact},
+    "bf16 state": {"state_dtype": StateDtype.bf16},
+    "no compensation": {"eta": 0.0},
+}
+
+
 def call_errors(measured: Measured) -> list[Comparison]:
     """All-reduces of 1 MiB and more, and two-shot rows from the one-shot curve."""
     times = CallTimes(measured, measured.ceilings, measured.all_reduce["world_size"])
@@ -65,19 +73,23 @@ def _left_out(curves: dict[str, Curve]) -> Iterator[Comparison]:
 
 
 def _transfers(measured: Measured, times: CallTimes) -> Iterator[Comparison]:
-    """Rows of the other quantizer that ran two-shot, from the preset's curve and the ratio of the bounds."""
-    for bits in (4, 8):
-        for dtype in (StateDtype.compact, StateDtype.bf16):
-            preset = EchoConfig(bits=bits, state_dtype=dtype)
-            other = preset.replace(policy=Policy.zero_aware, group_size=128)
-            target, source = times.curve_of(other), times.curve_of(preset)
-            for size in sorted(target.ms):
-                if size >= LARGE and target.algorithm[size] == Algorithm.two_shot.name:
-                    shown = times.bound_ms(other, size, Algorithm.two_shot)
-                    own = times.bound_ms(preset, size, Algorithm[source.algorithm[size] or "one_shot"])
-                    predicted = target.latency_ms + source.work_ms(size) * shown / own
-                    label = f"echo{bits} zero_aware two-shot ({dtype.name} state), {size >> 20} MiB"
-                    yield Comparison(label, "transfer", target.ms[size], predicted)
+    """Rows of the other quantizer that ran two-shot, from the preset's curve and the ratio of the bounds.
+
+    Rows that were not measured are left out.
+    """
+    for bits, (name, options) in product((4, 8), _STATES.items()):
+        preset = EchoConfig(bits=bits, **options)
+        other = preset.replace(policy=Policy.zero_aware, group_size=128)
+        if not times.is_measured(other):
+            continue
+        target, source = times.curve_of(other), times.curve_of(preset)
+        for size in sorted(target.ms):
+            if size >= LARGE and target.algorithm[size] == Algorithm.two_shot.name:
+                shown = times.bound_ms(other, size, Algorithm.two_shot)
+                own = times.bound_ms(preset, size, Algorithm[source.algorithm[size] or "one_shot"])
+                predicted = target.latency_ms + source.work_ms(size) * shown / own
+                label = f"echo{bits} zero_aware two-shot ({name}), {size >> 20} MiB"
+                yield Comparison(label, "transfer", target.ms[size], predicted)
 
 
 def step_errors(measured: Measured, calibration: Calibration) -> list[Comparison]:
