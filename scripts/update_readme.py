@@ -70,6 +70,26 @@ def training_study(results: Results, folder: str) -> list[str]:
     ]
 
 
+def train_qwen3_0p6b(results: Results, folder: str) -> list[str]:
+    """Losses of the arms, and the paper's beside them; speeds are the step bench's to tell."""
+    left_out = {"seeds", "max lr", "TP bytes sent per rank", "tokens/s"}
+    paper = [
+        [f"{row['arm']}, the paper", f"{row['lr']:.1e}", f"{row['step1000']:.3f}", f"{row['tail100']:.3f}"]
+        for row in results["paper"]["rows"]
+    ]
+    stem = f"{folder}/train_qwen3_0p6b_h200x2"
+    return [
+        *_loss_lines(results, left_out),
+        *(f"- {note}" for note in [*(entry["sentence"] for entry in results["differences"]), *results["remarks"]]),
+        "",
+        f"What the paper reports of its own data and size ({results['paper']['source']}):",
+        "",
+        *markdown_table(["arm", "max lr", "step 1000", "tail-100"], paper),
+        "",
+        f"[Every run]({stem}.md). {_runs_provenance(results['runs'], stem)}",
+    ]
+
+
 def step_h200x2(results: Results, folder: str) -> list[str]:
     """Step and time to first token by load, with the bound and the paper's beside them."""
     loads = [f"{link['load']} %: {link['slowdown']:.2f}" for link in results["links"]]
@@ -233,10 +253,17 @@ BLOCKS = {
     "training_study": Block(
         training_study, "torchrun --nproc-per-node 2 scripts/training_study.py --results docs/results"
     ),
+    "train_qwen3_0p6b_h200x2": Block(
+        train_qwen3_0p6b,
+        "torchrun --nproc-per-node 2 scripts/training_study.py --study qwen3_0p6b --results docs/results",
+    ),
     "step_h200x2": Block(
         step_h200x2, "torchrun --nproc-per-node 2 scripts/bench_step.py --out docs/results --name step_h200x2"
     ),
     "ablation_smollm2_135m": Block(evaluation, "python scripts/ablation_smollm2.py --text TEXT"),
+    "ablation_qwen3_0p6b": Block(
+        evaluation, "echo-megatron evaluate --model RUN --data data/gutenberg --name ablation_qwen3_0p6b"
+    ),
     "quantizer_study": Block(quantizer_study, "python scripts/quantizer_study.py --text TEXT"),
     "error_feedback_simulation": Block(error_feedback_simulation, "python scripts/error_feedback_simulation.py"),
     "all_reduce_h200x2": Block(all_reduce_h200x2, ALL_REDUCE),

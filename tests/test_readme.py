@@ -154,6 +154,7 @@ EVALUATION = {
     ],
 }
 EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ablation_qwen3_0p6b": (EVALUATION, ["| echo4 | 4.28 | 21.600 (+1.89 %) | not finite |", "at commit abc"]),
     "ablation_smollm2_135m": (
         EVALUATION,
         [
@@ -193,6 +194,26 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "runs": [MADE],
         },
         ["| echo4 | 5.5000 | +0.0123 | +0.22 | 5.5000 | 0.200 |", "- echo4 − nccl: +0.0123", "commit abc"],
+    ),
+    "train_qwen3_0p6b_h200x2": (
+        {
+            "title": "large, P = 2",
+            "caption": "Data: books.",
+            "windows": {"tail": 100},
+            "validation_step": 1000,
+            "baseline": "nccl",
+            "arms": [ARM],
+            "differences": [{"other": "nccl", "sentence": "echo4 − nccl: +0.0123"}],
+            "remarks": ["The runs differ in commit."],
+            "runs": [MADE],
+            "paper": {"source": "Table 7", "rows": [{"arm": "16bit", "lr": 3e-4, "tail100": 3.197, "step1000": 4.095}]},
+        },
+        [
+            "- echo4 − nccl: +0.0123",
+            "- The runs differ in commit.",
+            "| 16bit, the paper | 3.0e-04 | 4.095 | 3.197 |",
+            "commit abc",
+        ],
     ),
     "step_h200x2": (
         {
