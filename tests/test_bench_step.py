@@ -17,6 +17,7 @@ import torch
 from distributed import run_ranks
 
 from echo_megatron.bench import step, step_figure, step_profile, step_tables
+from echo_megatron.bench.clocks import Clock, ClockSampler
 from echo_megatron.bench.step_load import Copied, Load, Loaded
 from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers
 from echo_megatron.bench.step_profile import Kernel
@@ -141,6 +142,7 @@ def visit(step_ms: float, forward_ms: float, **memory: Any) -> dict[str, Any]:
         "step": Block(step_ms, step_ms + 1),
         "forward": Block(forward_ms, forward_ms + 1),
         "copied": Copied(200.0, 0.5),
+        "clock": {"step": Clock(1500.0, 690.0), "forward": None},
         "loss": 12.0,
         "memory": {"state_bytes": 0, "workspace_bytes": 0, "transport": None, **memory},
     }
@@ -226,6 +228,24 @@ class TestTables:
         assert "| qwen3_0p6b | nccl16 | forward | 1 of 1 | 0.400" in page
         assert "| qwen3_0p6b | echo4 | 40.00 (+0 MiB) | 44.00 (+0 MiB) | 46.00 (+0 MiB) | 512.0 | 64.0 |" in page
         assert "- left out: llama3_8b, profile: --budget-s 380" in page
+        assert "| qwen3_0p6b | 100 % | echo4 | 1500 | 690 |  |  |" in page
+
+    def test_clocks_are_sampled_or_it_is_said_why_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with ClockSampler(torch.device("cpu")) as sampler:
+            assert sampler.unknown == "not a GPU"
+        assert sampler.clock is None
+        readings = iter([1980, *range(1200, 100_000, 100)])
+        monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: next(readings))
+        monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 700_000)
+        sampler = ClockSampler(torch.device("cuda", 0))
+        with sampler:
+            while len(sampler._samples) < 3:
+                time.sleep(0.001)
+        clock = sampler.clock
+        assert sampler.unknown is None and clock is not None
+        assert 1200 < clock.mhz < 1980 and clock.watts == 700
+        monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1 // 0)
+        assert "ZeroDivisionError" in (ClockSampler(torch.device("cuda", 0)).unknown or "")
 
     def test_results_without_rows_still_make_a_page(self) -> None:
         empty = {**synthetic(), "rows": [], "links": [], "profiles": [], "models": {}}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from echo_megatron.bench import step_profile, step_tables
+from echo_megatron.bench.clocks import ClockSampler
 from echo_megatron.bench.parts import FAILURES, PartedBench
 from echo_megatron.bench.step_load import Copied, Load, Loaded
 from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers, layers_kind
@@ -82,6 +83,7 @@ class StepBench(PartedBench):
         ]
         weights = [LINK_WEIGHT, *(per_model * len(options.models))]
         super().__init__(options, device, ranks, load, Shares(options.budget_s, start, weights, ranks))
+        self.clocks = ClockSampler(device)
         self.models: dict[str, dict[str, Any]] = {}
         self.echo: dict[str, str] = {}
         self.links: list[dict[str, Any]] = []
@@ -113,6 +115,7 @@ class StepBench(PartedBench):
             "links": self.links,
             "rows": step_tables.with_ratios(self.rows),
             "profiles": self.profiles,
+            "clocks": self.clocks.unknown or "sampled on rank 0",
             "left_out": self.left_out,
         }
 
@@ -273,11 +276,14 @@ class StepBench(PartedBench):
                     self.echo[setting.name] = installation.communicator.describe()
                 workload.step()
                 before = self.look()
-                step = time_block(workload.step, self.options.steps, self.device)
+                with self.clocks:
+                    step = time_block(workload.step, self.options.steps, self.device)
+                step_clock = self.clocks.clock
                 copied = self.copied(before)
                 loss, peaks, echo = workload.loss(), self._peaks(with_memory), memory_of(installation)
                 workload.prefill()
-                forward = time_block(workload.prefill, self.options.steps, self.device)
+                with self.clocks:
+                    forward = time_block(workload.prefill, self.options.steps, self.device)
                 if installation is not None:
                     installation.check()
         except FAILURES as caught:
@@ -290,6 +296,7 @@ class StepBench(PartedBench):
             "step": Block(*self.ranks.largest([step.ms, step.wall_ms])),
             "forward": Block(*self.ranks.largest([forward.ms, forward.wall_ms])),
             "copied": Copied(self.mean(copied.gb_per_s), self.mean(copied.busy)),
+            "clock": {"step": step_clock, "forward": self.clocks.clock},
             "loss": loss,
             "memory": {name: int(self.ranks.largest([most])[0]) for name, most in peaks.items()} | echo,
         }

@@ -31,6 +31,9 @@ def row_of(model: str, setting: str, load: int, visits: Sequence[dict[str, Any]]
         found = spread([visit[what].ms for visit in visits])
         row |= {f"{what}_ms": found.median, f"{what}_q1_ms": found.q1, f"{what}_q3_ms": found.q3}
         row[f"{what}_wall_ms"] = statistics.median(visit[what].wall_ms for visit in visits)
+        if clocks := [clock for visit in visits if (clock := visit["clock"][what]) is not None]:
+            row[f"{what}_mhz"] = statistics.median(clock.mhz for clock in clocks)
+            row[f"{what}_watts"] = statistics.median(clock.watts for clock in clocks)
     row["copy_gb_per_s"] = statistics.median(visit["copied"].gb_per_s for visit in visits)
     row["copy_busy"] = statistics.median(visit["copied"].busy for visit in visits)
     row["loss"] = visits[-1]["loss"]
@@ -73,6 +76,22 @@ def setting_table(rows: Sequence[Row], load: int) -> list[str]:
             ]
         lines.append(cells)
     return markdown_table(columns, lines)
+
+
+def clock_table(rows: Sequence[Row]) -> list[str]:
+    """Clock and power of rank 0's GPU in the timed steps and prefills."""
+    names = [f"{what}_{unit}" for what in QUANTITIES for unit in ("mhz", "watts")]
+    columns = [f"{words}, {unit}" for words in QUANTITIES.values() for unit in ("MHz", "W")]
+    lines = [
+        [
+            row["model"],
+            f"{row['load']} %",
+            row["setting"],
+            *("" if name not in row else f"{row[name]:.0f}" for name in names),
+        ]
+        for row in rows
+    ]
+    return markdown_table(["model", "load", "setting", *columns], lines)
 
 
 def load_table(rows: Sequence[Row], what: str) -> list[str]:
@@ -200,6 +219,8 @@ def markdown(results: Row) -> str:
             "",
             *profile_table(results["profiles"]),
         ]
+    if any("step_mhz" in row for row in rows):
+        lines += ["", "## Clock and power", "", *clock_table(rows)]
     if any("peak_allocated_bytes" in row for row in rows):
         lines += ["", "## Memory of a rank", "", "In brackets: more than 16 bits.", "", *memory_table(rows)]
     lines += ["", *_left_out(results), "", "## Made by", ""]
