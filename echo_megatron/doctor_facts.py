@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from echo_megatron import provenance
-from echo_megatron.kernel_build import KernelsUnavailable, cache_folder, find_nvcc
+from echo_megatron.kernel_cache import cache_folder
+from echo_megatron.kernel_tools import KernelsUnavailable, find_nvcc
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "nemo-toolkit", "megatron-bridge", "echo-megatron")
 SMI_LIMIT_S = 20.0

@@ -12,63 +12,49 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import fcntl
-import hashlib
 import logging
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from echo_megatron.config import QUANTIZED_BITS, Policy
+from echo_megatron.kernel_cache import cache_folder, locked, written_whole
+from echo_megatron.kernel_sources import (
+    HOST_FLAGS,
+    Unit,
+    compile_flags,
+    content_key,
+    read_sources,
+    source_hash,
+    units,
+    with_headers,
+)
+from echo_megatron.kernel_tools import (
+    LIBRARY_NAME,
+    KernelBuildError,
+    KernelsUnavailable,
+    find_nvcc,
+    nvcc_version,
+    run_tool,
+)
 
 logger = logging.getLogger(__name__)
 
-LIBRARY_NAME = "libecho_megatron.so"
 LOCK_TIMEOUT_S = 1800.0
-MAX_SHOWN_LINES = 40
-DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
-
-# The quantizer's arithmetic is one FP32 rounding an operation: no contraction, no approximate division, no flush.
-HOST_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-ffp-contract=off,-Wall,-Wno-unknown-pragmas")
-CUDA_FLAGS = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-lineinfo", "-Xptxas=-v")
 TORCH_FOLDER = Path(torch.__file__).parent
 TORCH_LIBRARIES = ("c10", "c10_cuda", "torch_cpu", "torch_cuda", "torch")
 LINK_FLAGS = ("-shared", "-cudart=shared", "-Xlinker=--no-undefined,--as-needed")
 
 _INFO = re.compile(rb"echo_megatron kernels: source=([0-9a-f]{16}) arches=([0-9a-f,]+) torch=([0-9A-Za-z.+]+)")
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _ARCH = re.compile(r"[0-9]{2,3}[af]?")
-
-
-class KernelsUnavailable(RuntimeError):
-    """This machine cannot run or build the kernels; the message says why and what to do."""
-
-
-class KernelBuildError(RuntimeError):
-    """The sources did not compile, or a library is not of these sources; the message says what to do."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One object of the library: `source`, a name in the source folder, compiled with `defines`."""
-
-    source: str
-    defines: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return "-".join((Path(self.source).stem, *(value for _, value in self.defines)))
 
 
 @dataclass(frozen=True)
@@ -96,188 +82,6 @@ class KernelResources:
     spilled_bytes: int
 
 
-# -- sources
-
-
-def source_folder() -> Path:
-    """The CUDA sources: inside the installed package, or beside it in a checkout.
-
-    Raises:
-        FileNotFoundError: they are in neither place.
-    """
-    package = Path(__file__).resolve().parent
-    for folder in (package / "cuda", package.parent / "cuda"):
-        if (folder / "layout.cuh").is_file():
-            return folder
-    raise FileNotFoundError(f"cuda/layout.cuh: expected in {package} or {package.parent}; install the package again")
-
-
-def read_sources(folder: Path | None = None) -> dict[str, str]:
-    """Name and text of everything that the library is made of, headers included."""
-    found = sorted(path for path in (folder or source_folder()).iterdir() if path.suffix in (".cu", ".cuh", ".cpp"))
-    return {path.name: path.read_text() for path in found}
-
-
-def source_hash(sources: dict[str, str] | None = None) -> str:
-    """16 hexadecimal digits over names and texts of the sources: a library of another hash is of other sources."""
-    return _key(sorted((sources or read_sources()).items()))[:16]
-
-
-def units(sources: dict[str, str]) -> list[Unit]:
-    """The objects of the library, the slow ones first."""
-    variants = [
-        Unit("all_reduce.cu", (("ECHO_POLICY", policy.name), ("ECHO_BITS", str(bits))))
-        for policy in Policy
-        for bits in QUANTIZED_BITS
-    ]
-    once = [Unit(name) for name in sources if name.endswith((".cu", ".cpp")) and name != "all_reduce.cu"]
-    return [*(variants if "all_reduce.cu" in sources else []), *once]
-
-
-def _with_headers(sources: dict[str, str], name: str) -> dict[str, str]:
-    """`name` and the headers among the sources that it includes, directly or through others."""
-    found: dict[str, str] = {}
-    pending = [name]
-    while pending:
-        name = pending.pop()
-        if name in sources and name not in found:
-            found[name] = sources[name]
-            pending += _INCLUDE.findall(found[name])
-    return found
-
-
-def _key(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-
-
-# -- tools
-
-
-def find_nvcc() -> Path:
-    """nvcc of CUDA_HOME, PATH or /usr/local/cuda, the first that there is.
-
-    Raises:
-        KernelsUnavailable: there is none.
-    """
-    home, on_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
-    candidates = [Path(home, "bin", "nvcc")] if home else []
-    candidates += [Path(on_path)] if on_path else []
-    candidates += [DEFAULT_NVCC]
-    for path in candidates:
-        if os.access(path, os.X_OK) and path.is_file():
-            return path
-    looked = ", ".join(map(str, candidates)) + ("" if on_path else " and PATH")
-    raise KernelsUnavailable(
-        f"nvcc: expected the CUDA {torch.version.cuda} toolkit's compiler, found none (looked at {looked}); "
-        f"install the toolkit and set CUDA_HOME, or set ECHO_KERNEL_LIBRARY to a library built on another machine with "
-        f"`python -m echo_megatron.kernel_build --out {LIBRARY_NAME}`"
-    )
-
-
-def _nvcc_version(nvcc: Path) -> str:
-    """All that nvcc says about its version; one of another CUDA major version than PyTorch's is refused."""
-    text = _run([str(nvcc), "--version"], "nvcc --version")
-    found = re.search(r"release (\d+)\.(\d+)", text)
-    expected = (torch.version.cuda or "").split(".")[0]
-    if not found or found[1] != expected:
-        got = f"{found[1]}.{found[2]}" if found else repr(text.strip())
-        raise KernelsUnavailable(
-            f"{nvcc}: expected CUDA {expected}.x, as this PyTorch ({torch.__version__}), got {got}; "
-            f"install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME to it"
-        )
-    return text
-
-
-def _run(command: Sequence[str], what: str, folder: Path | None = None) -> str:
-    """Output of `command`, standard output and error together."""
-    try:
-        done = subprocess.run(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    except OSError as error:
-        raise KernelBuildError(f"{what}: {command[0]} did not start: {error}") from error
-    if done.returncode:
-        raise KernelBuildError(
-            f"{what}: {Path(command[0]).name} failed with exit status {done.returncode}\n{_shortened(done.stdout)}\n"
-            f"the command was, in {folder or Path.cwd()}: {' '.join(command)}"
-        )
-    return done.stdout
-
-
-def _shortened(output: str) -> str:
-    """A compiler's output; of a long one, which templates make, only the lines that name an error."""
-    lines = output.strip().splitlines()
-    if len(lines) <= MAX_SHOWN_LINES:
-        return "\n".join(lines)
-    errors = [line for line in lines if "error" in line][:MAX_SHOWN_LINES] or lines[-MAX_SHOWN_LINES:]
-    return "\n".join([*errors, f"… of {len(lines)} lines; run the command for all"])
-
-
-# -- cache
-
-
-def cache_folder() -> Path:
-    """ECHO_KERNEL_CACHE, or ~/.cache/echo_megatron."""
-    named = os.environ.get("ECHO_KERNEL_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "echo_megatron"
-
-
-@contextmanager
-def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Holds the lock file `path`; the kernel releases it when its holder ends, however that ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as lock:
-        deadline, waits = time.monotonic() + timeout_s, False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                lock.seek(0)
-                holder = lock.read().strip() or "unknown"
-            if time.monotonic() > deadline:
-                raise KernelBuildError(
-                    f"{path}: expected the lock within {timeout_s:g} s, process {holder} still builds; "
-                    f"see whether it makes progress, or set ECHO_KERNEL_CACHE to another folder"
-                )
-            if not waits:
-                logger.info("process %s builds the kernels: waiting for it", holder)
-                waits = True
-            time.sleep(0.1)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to that becomes `path` at the end, or goes away where the writer failed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644 if path.suffix != ".so" else 0o755)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-# -- build
-
-
-def _flags(unit: Unit, sources: dict[str, str], arches: Sequence[str]) -> list[str]:
-    defines = [f"-D{name}={value}" for name, value in unit.defines]
-    if unit.source.endswith(".cu"):
-        code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in arches]
-        return [*HOST_FLAGS, *CUDA_FLAGS, *code, *defines]
-    if "ECHO_SOURCE_HASH" in sources[unit.source]:
-        defines.append(f'-DECHO_SOURCE_HASH="{source_hash(sources)}"')
-    return [*HOST_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *defines]
-
-
 class Builder:
     """One build: nvcc, the sources as they were when it began, and the architectures."""
 
@@ -286,31 +90,31 @@ class Builder:
         self.arches = arches
         self.report = report
         self.nvcc = find_nvcc()
-        self.version = _nvcc_version(self.nvcc)
+        self.version = nvcc_version(self.nvcc)
 
     def write_sources(self) -> Path:
         """A copy of the sources in the cache: what is compiled is what was hashed, whoever edits the checkout."""
         folder = cache_folder() / "sources" / source_hash(self.sources)
         for name, text in self.sources.items():
-            with _written_whole(folder / name) as temporary:
+            with written_whole(folder / name) as temporary:
                 temporary.write_text(text)
         return folder
 
     def compile(self, unit: Unit, folder: Path) -> Path:
         """The unit's object, from the cache where it is there; beside it lies what nvcc printed."""
-        flags, is_host = _flags(unit, self.sources, self.arches), unit.source.endswith(".cpp")
-        texts = sorted(_with_headers(self.sources, unit.source).items())
-        key = _key(texts, flags, self.version, platform.machine(), torch.__version__ if is_host else "")
+        flags, is_host = compile_flags(unit, self.sources, self.arches), unit.source.endswith(".cpp")
+        texts = sorted(with_headers(self.sources, unit.source).items())
+        key = content_key(texts, flags, self.version, platform.machine(), torch.__version__ if is_host else "")
         target = cache_folder() / "objects" / f"{unit.name}-{key}.o"
         if target.exists():
             self.report(f"{unit.name}: cached")
             return target
         start = time.monotonic()
         includes = [f"-isystem={TORCH_FOLDER / 'include'}"] if is_host else []
-        with _written_whole(target) as temporary:
+        with written_whole(target) as temporary:
             command = [str(self.nvcc), *flags, *includes, "-c", unit.source, "-o", str(temporary)]
-            output = _run(command, unit.name, folder)
-            with _written_whole(target.with_suffix(".log")) as log:
+            output = run_tool(command, unit.name, folder)
+            with written_whole(target.with_suffix(".log")) as log:
                 log.write_text(output)
         self.report(f"{unit.name}: {time.monotonic() - start:.1f} s")
         return target
@@ -328,11 +132,13 @@ class Builder:
     def link(self, objects: Iterable[Path], target: Path) -> None:
         libraries = [f"-L{TORCH_FOLDER / 'lib'}", *(f"-l{name}" for name in TORCH_LIBRARIES)]
         info = f"source={source_hash(self.sources)} arches={','.join(self.arches)} torch={torch.__version__}"
-        with tempfile.TemporaryDirectory() as scratch, _written_whole(target) as temporary:
+        with tempfile.TemporaryDirectory() as scratch, written_whole(target) as temporary:
             note = Path(scratch) / "build_info.cpp"
             note.write_text(f'extern "C" const char echo_megatron_build_info[] = "echo_megatron kernels: {info}";\n')
             inputs = [str(note), *map(str, objects)]
-            _run([str(self.nvcc), *HOST_FLAGS, *LINK_FLAGS, *inputs, *libraries, "-o", str(temporary)], LIBRARY_NAME)
+            run_tool(
+                [str(self.nvcc), *HOST_FLAGS, *LINK_FLAGS, *inputs, *libraries, "-o", str(temporary)], LIBRARY_NAME
+            )
 
 
 def _silent(line: str) -> None:
@@ -360,13 +166,15 @@ def build_library(arches: Sequence[str], *, report: Callable[[str], None] = _sil
         raise KernelsUnavailable(f"PyTorch {torch.__version__} is built without CUDA; install a CUDA build of it")
     arches = sorted(set(arches), key=lambda arch: (len(arch.rstrip("af")), arch))
     sources = read_sources()
-    flags = [_flags(unit, sources, arches) for unit in units(sources)]
-    key = _key(source_hash(sources), flags, LINK_FLAGS, torch.__version__, torch.version.cuda, platform.machine())
+    flags = [compile_flags(unit, sources, arches) for unit in units(sources)]
+    key = content_key(
+        source_hash(sources), flags, LINK_FLAGS, torch.__version__, torch.version.cuda, platform.machine()
+    )
     library = cache_folder() / key / LIBRARY_NAME
     if library.exists():
         report(f"{library}: cached")
         return library
-    with _locked(library.with_name("lock"), LOCK_TIMEOUT_S):
+    with locked(library.with_name("lock"), LOCK_TIMEOUT_S):
         if library.exists():
             report(f"{library}: built by another process")
             return library
@@ -449,7 +257,7 @@ def parse_ptxas(text: str) -> list[KernelResources]:
     found = entry.findall(text)
     names = [name for name, *_ in found]
     if names and shutil.which("c++filt"):
-        names = _run(["c++filt", *names], "c++filt").splitlines()
+        names = run_tool(["c++filt", *names], "c++filt").splitlines()
     return [
         KernelResources(name, arch, int(registers), int(stores) + int(loads))
         for name, (_, arch, stores, loads, registers) in zip(names, found, strict=True)
@@ -474,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.out:
-        with _written_whole(options.out) as temporary:
+        with written_whole(options.out) as temporary:
             shutil.copyfile(library, temporary)
         print(options.out)
     return 0

@@ -13,7 +13,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from echo_megatron.kernel_build import KernelBuildError, KernelsUnavailable, find_library
+from echo_megatron.kernel_build import find_library
+from echo_megatron.kernel_tools import KernelBuildError, KernelsUnavailable
 
 __all__ = ["KernelBuildError", "KernelsUnavailable", "index_of", "is_loaded", "load"]
 

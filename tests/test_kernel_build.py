@@ -15,19 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from echo_megatron import kernel_build
+from echo_megatron import kernel_build, kernel_sources, kernel_tools
 from echo_megatron.config import QUANTIZED_BITS, Policy
-from echo_megatron.kernel_build import (
-    LIBRARY_NAME,
-    Builder,
-    KernelBuildError,
-    KernelsUnavailable,
-    build_library,
-    find_library,
-    library_info,
-    source_hash,
-    units,
-)
+from echo_megatron.kernel_build import Builder, build_library, find_library, library_info
+from echo_megatron.kernel_sources import read_sources, source_hash, units
+from echo_megatron.kernel_tools import LIBRARY_NAME, KernelBuildError, KernelsUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_VARIANTS = len(Policy) * len(QUANTIZED_BITS)
@@ -99,7 +91,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ECHO_KERNEL_LIBRARY", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(kernel_build, "source_folder", lambda: folder)
+    monkeypatch.setattr(kernel_sources, "source_folder", lambda: folder)
     return result
 
 
@@ -147,7 +139,7 @@ class TestWhatIsCompiled:
         assert len(bench.compiled()) == 2 * num_compiled
 
     def test_what_is_compiled_is_what_was_hashed_though_the_checkout_changes(self, bench: Bench) -> None:
-        builder = Builder(kernel_build.read_sources(), ["90"], lambda line: None)
+        builder = Builder(read_sources(), ["90"], lambda line: None)
         (bench.folder / "update.cu").write_text("// edited meanwhile\n")
         assert (builder.write_sources() / "update.cu").read_text() == SOURCES["update.cu"]
 
@@ -176,7 +168,7 @@ class TestErrors:
 
     def test_of_a_long_message_the_errors_are_shown(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         output = "\n".join(["a warning"] * 500 + ["update.cu(7): error: no such thing"] + ["detected during"] * 500)
-        assert kernel_build._shortened(output).splitlines() == [
+        assert kernel_tools.shortened(output).splitlines() == [
             "update.cu(7): error: no such thing",
             "… of 1001 lines; run the command for all",
         ]
@@ -184,7 +176,7 @@ class TestErrors:
     def test_without_nvcc_says_what_to_do(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CUDA_HOME")
         monkeypatch.setenv("PATH", str(bench.folder))
-        monkeypatch.setattr(kernel_build, "DEFAULT_NVCC", bench.folder / "nvcc")
+        monkeypatch.setattr(kernel_tools, "DEFAULT_NVCC", bench.folder / "nvcc")
         with pytest.raises(KernelsUnavailable) as error:
             build_library(["90"])
         for part in ("expected the CUDA 13.0 toolkit's compiler, found none", "CUDA_HOME", "ECHO_KERNEL_LIBRARY"):
@@ -213,9 +205,9 @@ class TestSeveralProcesses:
 import sys
 from pathlib import Path
 import torch
-from echo_megatron import kernel_build
+from echo_megatron import kernel_build, kernel_sources
 torch.version.cuda = "13.0"
-kernel_build.source_folder = lambda: Path(sys.argv[1])
+kernel_sources.source_folder = lambda: Path(sys.argv[1])
 print(kernel_build.build_library(["90"]))
 """
 
@@ -319,7 +311,7 @@ ptxas info    : Used 40 registers, used 0 barriers
 @pytest.fixture(scope="module")
 def nvcc() -> Path:
     try:
-        return Builder(kernel_build.read_sources(), ["90"], lambda line: None).nvcc
+        return Builder(read_sources(), ["90"], lambda line: None).nvcc
     except KernelsUnavailable as error:
         pytest.skip(str(error))
 
@@ -342,7 +334,7 @@ class TestSources:
         listed = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True, timeout=60).stdout
         if f"compute_{arch}" not in listed.split():
             pytest.skip(f"{nvcc} does not know compute_{arch}")
-        sources = kernel_build.read_sources()
+        sources = read_sources()
         builder = Builder(sources, [arch], lambda line: None)
         folder = builder.write_sources()
         chosen = [u for u in units(sources) if u.defines in ((), *variants) and (arch == "90" or u.name != "binding")]

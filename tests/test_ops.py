@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from echo_megatron import kernel_build, ops
+from echo_megatron import ops
 from echo_megatron.config import Policy, StateDtype
-from echo_megatron.kernel_build import KernelsUnavailable, source_hash
+from echo_megatron.kernel_build import Builder
+from echo_megatron.kernel_sources import HOST_FLAGS, read_sources, source_hash, units
+from echo_megatron.kernel_tools import KernelsUnavailable
 from echo_megatron.quantizer import TILE_VALUES, Quantizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,16 +83,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> None:
     if torch.cuda.is_available():
         ops.load()
         return
-    folder, sources = tmp_path_factory.mktemp("binding"), kernel_build.read_sources()
+    folder, sources = tmp_path_factory.mktemp("binding"), read_sources()
     try:
-        builder = kernel_build.Builder(sources, ["90"], lambda line: None)
+        builder = Builder(sources, ["90"], lambda line: None)
     except KernelsUnavailable as error:
         pytest.skip(str(error))
     included = builder.write_sources()
-    [binding] = [unit for unit in kernel_build.units(sources) if unit.source == "binding.cpp"]
+    [binding] = [unit for unit in units(sources) if unit.source == "binding.cpp"]
     (folder / "no_kernels.cpp").write_text(NO_KERNELS)
     stub = [str(folder / "no_kernels.cpp"), f"-I{included}", "-c", "-o", str(folder / "no_kernels.o")]
-    subprocess.run([str(builder.nvcc), *kernel_build.HOST_FLAGS, *stub], check=True, timeout=120)
+    subprocess.run([str(builder.nvcc), *HOST_FLAGS, *stub], check=True, timeout=120)
     builder.link([builder.compile(binding, included), folder / "no_kernels.o"], folder / "library.so")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ECHO_KERNEL_LIBRARY", str(folder / "library.so"))

@@ -260,8 +260,8 @@ class TestWheel:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(tmp_path / "site")
         code = (
-            "import echo_megatron.cli as cli, echo_megatron.kernel_build as build;"
-            "print(cli.__file__); print(cli.config_dir()); print(build.source_folder())"
+            "import echo_megatron.cli as cli, echo_megatron.kernel_sources as kernels;"
+            "print(cli.__file__); print(cli.config_dir()); print(kernels.source_folder())"
         )
         # -P and the empty folder keep the checkout out; PYTHONPATH comes before an editable installation.
         shown = subprocess.run(
