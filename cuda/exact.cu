@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) exact_kernel(const __grid_co
         Patience patience(s);
         bool ok = true;
         uint64_t seen;
-        while (ok && flag_epoch(seen = load_acquire(flag)) != expected)
+        while (ok && !flag_is_of(seen = load_acquire(flag), epoch + row))
           ok = !patience.is_over(thread, Stage::push, row, expected, flag_epoch(seen));
         if (ok && flag_signature(seen) != (a.signature & 0xffffu)) {
           report(s, Failure::mismatch, thread, Stage::push, row, a.signature & 0xffffu, flag_signature(seen));

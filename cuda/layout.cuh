@@ -175,6 +175,11 @@ ECHO_HD uint64_t make_flag(uint32_t tile_number, int exponent, uint32_t signatur
   return static_cast<uint64_t>(flag_value(tile_number)) | static_cast<uint64_t>(exponent & 0xffff) << 32 |
          static_cast<uint64_t>(signature & 0xffffu) << 48;
 }
+// A flag that nobody wrote is 0, which no written one is, as a signature's low half is not: else it would be taken for
+// that of tile 2^32 - 1.
+ECHO_HD bool flag_is_of(uint64_t flag, uint32_t tile_number) {
+  return static_cast<uint32_t>(flag) == flag_value(tile_number) && flag != 0;
+}
 ECHO_HD uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag); }
 ECHO_HD int flag_exponent(uint64_t flag) { return static_cast<int16_t>(flag >> 32 & 0xffffu); }
 ECHO_HD uint32_t flag_signature(uint64_t flag) { return static_cast<uint32_t>(flag >> 48); }

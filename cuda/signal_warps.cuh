@@ -87,7 +87,7 @@ __device__ __forceinline__ void run_receive_warp(const Arguments& a, uint8_t* sh
       const uint32_t tile_number = epoch + static_cast<uint32_t>(next[i]);
       const uint32_t expected = flag_value(tile_number);
       const uint64_t seen = load_acquire(plan.flag(stage, a.signals.rank, source, tile_number));
-      if (flag_epoch(seen) == expected) {
+      if (flag_is_of(seen, tile_number)) {
         if (flag_signature(seen) != (a.signature & 0xffffu)) {
           report(a.signals, Failure::mismatch, source, stage, plan.tile_of_row(next[i]), a.signature & 0xffffu,
                  flag_signature(seen));

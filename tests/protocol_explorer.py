@@ -129,8 +129,11 @@ class Model:
         call, number = numbers[count]
         slot = rank, self.layout.slot(self.world, self.ring, stage, rank, source, number)
         seen = self.flag_seen(slot, number, num_sent)
-        expected, epoch = self.layout.flag_value(number), self.layout.flag_epoch(seen)
-        if not (epoch >= expected if self.mutation == "later flags count" else epoch == expected):
+        if self.mutation == "later flags count":
+            ends = self.layout.flag_epoch(seen) >= self.layout.flag_value(number)
+        else:
+            ends = self.layout.flag_is_of(seen, number)
+        if not ends:
             return False
         if seen != self.layout.flag(number, number % 1000, call + 1):
             raise Bad(f"rank {rank} takes a flag of another record for that of tile {number} of rank {source}")

@@ -72,6 +72,9 @@ class Layout:
     def flag_epoch(self, flag: int) -> int:
         return int(self._library.protocol_flag_epoch(ctypes.c_uint64(flag)))
 
+    def flag_is_of(self, flag: int, number: int) -> bool:
+        return bool(self._library.protocol_flag_is_of(ctypes.c_uint64(flag), ctypes.c_uint32(number)))
+
     def tiles(self, num_values: int, world: int, collective: Collective, rank: int | None = None) -> int:
         """Of a rank's segment, or the most of any."""
         algorithm = ALGORITHMS.index(collective) + 1

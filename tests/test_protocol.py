@@ -139,7 +139,8 @@ def test_joined_steps_find_what_single_steps_find(layout: Layout, mutation: Muta
     assert coarse.num_states < fine.num_states
 
 
-def test_a_new_workspace_s_flags_announce_nothing(layout: Layout) -> None:
-    """All zeros: no number that a workspace begins with."""
-    result = explore(Model(layout, 2, [two_tiles(name, 2) for name in ALGORITHMS]))
+@pytest.mark.parametrize("first", [0, WRAPS])
+def test_a_new_workspace_s_flags_announce_nothing(layout: Layout, first: int) -> None:
+    """All zeros, also where a stage is first used as the numbers wrap: tile 2^32 - 1 counts as 0."""
+    result = explore(Model(layout, 2, [two_tiles(name, 2) for name in ALGORITHMS], first=first))
     assert result.error is None, result.trace

@@ -25,6 +25,7 @@ uint64_t protocol_flag(uint32_t tile_number, int exponent, uint32_t signature) {
 }
 uint32_t protocol_flag_value(uint32_t tile_number) { return flag_value(tile_number); }
 uint32_t protocol_flag_epoch(uint64_t flag) { return flag_epoch(flag); }
+int protocol_flag_is_of(uint64_t flag, uint32_t tile_number) { return flag_is_of(flag, tile_number); }
 int64_t protocol_tiles(int64_t num_values, int world, int group_size, int algorithm, int rank) {
   const Segments segments(num_values, world, group_size, static_cast<Algorithm>(algorithm), num_values);
   return rank < 0 ? segments.max_tiles() : segments.tiles(rank);
