@@ -24,6 +24,9 @@
 #include "amax.cuh"
 #include "signal_warps.cuh"
 #include "team.cuh"
+#include "team_phases.cuh"
+#include "team_records.cuh"
+#include "team_tiles.cuh"
 
 namespace echo {
 
