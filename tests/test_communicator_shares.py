@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from communicator_runs import CountedBytes
 from distributed import run_ranks
 from feedbacks import FEEDBACKS, state_dtypes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policies import group_size
-from test_communicator import CountedBytes
 
 from echo_megatron.communicator import Communicator
 from echo_megatron.config import Collective, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype

@@ -29,8 +29,8 @@ from echo_megatron.run_folder import RunFolder, write_atomic
 from echo_megatron.sites import Site
 from echo_megatron.transports.collective import CollectiveTransport
 from echo_megatron.transports.protocol import CommunicationError
+from tests.distributed import run_with_losses
 from tests.pretrain_runs import checkpoint_tensors, log_path, losses, make_config, same, train, write_tokens
-from tests.test_communicator import run_with_losses
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "faults.md"

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-# Before anything asks for the GPU, see virtual_ranks.py.
+# Before anything asks for the GPU, see virtual_workspaces.py.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import pytest

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 from feedbacks import AVERAGES
-from virtual_ranks import Call, VirtualRanks, VirtualWorkspaces, assert_same_bits, numbers_of
+from virtual_checks import assert_same_bits
+from virtual_ranks import Call, VirtualRanks, numbers_of
 from virtual_shares import ShareCall, SharingRanks, poisoned_output
+from virtual_workspaces import VirtualWorkspaces
 
 from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype
 from echo_megatron.sites import Site

@@ -4,15 +4,9 @@ import time
 
 import pytest
 import torch
-from virtual_ranks import (
-    STAGES,
-    Call,
-    CheckedRanks,
-    VirtualRanks,
-    VirtualWorkspaces,
-    numbers_of,
-    poisoned_like,
-)
+from virtual_checks import CheckedRanks
+from virtual_ranks import Call, VirtualRanks, numbers_of, poisoned_like
+from virtual_workspaces import STAGES, VirtualWorkspaces
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Rescale
 from echo_megatron.sites import Site

@@ -6,15 +6,9 @@ import math
 import pytest
 import torch
 from feedbacks import AVERAGES
-from virtual_ranks import (
-    Call,
-    RecordedGroup,
-    VirtualRanks,
-    VirtualWorkspaces,
-    assert_same_bits,
-    assert_same_state,
-    resident_blocks,
-)
+from virtual_checks import RecordedGroup, assert_same_bits, assert_same_state
+from virtual_ranks import Call, VirtualRanks
+from virtual_workspaces import VirtualWorkspaces, resident_blocks
 
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Residual
 from echo_megatron.sites import Site

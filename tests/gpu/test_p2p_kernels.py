@@ -8,7 +8,9 @@ import pytest
 import torch
 from feedbacks import AVERAGES
 from policies import group_size
-from virtual_ranks import DTYPES, CheckedRanks, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
+from virtual_checks import CheckedRanks, assert_same_bits
+from virtual_ranks import DTYPES, VirtualRanks, highest_depth
+from virtual_workspaces import VirtualWorkspaces
 
 from echo_megatron.compensator import Compensator
 from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual, StateDtype

@@ -8,7 +8,8 @@ import pytest
 import torch
 from feedbacks import AVERAGES
 from torch.testing._internal.optests import generate_tests
-from virtual_ranks import Call, RecordedGroup, VirtualRanks, assert_same_bits, numbers_of, poisoned_like
+from virtual_checks import RecordedGroup, assert_same_bits
+from virtual_ranks import Call, VirtualRanks, numbers_of, poisoned_like
 
 from echo_megatron import ops
 from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Residual

@@ -1,59 +1,34 @@
 """Two or more GPUs, one process each: the communicator over peer memory, against the reference and against faults."""
 
-import gc
 import math
 import os
 import random
 import signal
 import time
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from feedbacks import AVERAGES
-from ranks import NUM_GPUS, run_ranks, visible_devices
+from p2p_processes import (
+    ALGORITHMS,
+    DTYPES,
+    NEEDS_TWO_GPUS,
+    P2P,
+    TIMEOUT_S,
+    communicate_and_compare,
+    contribution,
+    contributions,
+    forward,
+)
+from ranks import NUM_GPUS, run_ranks
 
 from echo_megatron.communicator import Communicator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Residual, StateDtype, TransportName
+from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Residual, StateDtype
 from echo_megatron.reference import SimulatedGroup, exact_sum
 from echo_megatron.sites import Site
 from echo_megatron.transports.protocol import CommunicationError
 
-pytestmark = [
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, found {NUM_GPUS}"),
-    pytest.mark.timeout(400),
-]
-ALGORITHMS = (Algorithm.one_shot, Algorithm.two_shot)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-P2P = {"transport": TransportName.p2p}
-TIMEOUT_S = 2.0
-
-
-def contribution(rank, num_values, seed, dtype=torch.bfloat16):
-    generator = torch.Generator("cuda").manual_seed(1000 * seed + rank)
-    return torch.randn(num_values, generator=generator, device="cuda").to(dtype)
-
-
-def contributions(world_size, num_values, seed, dtype=torch.bfloat16):
-    return [contribution(rank, num_values, seed, dtype) for rank in range(world_size)]
-
-
-def forward(idx, config=None):
-    return Site(idx, Direction.forward, bits=config.bits if config else 4)
-
-
-def communicate_and_compare(config, world_size, rank, num_sites=3, num_values=100_003):
-    """A communicator of `config`, after a pass that was compared with the reference."""
-    communicator = Communicator(dist.group.WORLD, config)
-    simulated = SimulatedGroup(world_size, config)
-    for idx in range(num_sites):
-        xs = contributions(world_size, num_values, idx)
-        y = communicator.all_reduce(xs[rank], forward(idx, config))
-        assert torch.equal(y, simulated.all_reduce(xs, forward(idx, config))), f"{config} {idx}"
-    torch.cuda.synchronize()
-    communicator.check()
-    return communicator
+pytestmark = NEEDS_TWO_GPUS
 
 
 # -- the reference's bits
@@ -174,80 +149,7 @@ def test_calls_of_mixed_shapes_back_to_back(request):
     assert len(set(digests)) == 1, "every rank holds the same bits on every call"
 
 
-# -- how the transport is chosen
-
-
-def choose(rank, world_size, expected):
-    communicator = communicate_and_compare(EchoConfig(algorithm=Algorithm.one_shot), world_size, rank)
-    name, description = communicator.transport.name, communicator.describe()
-    assert expected is None or name == expected, description
-    assert name in description
-    communicator.destroy()
-    return name
-
-
-def test_auto_takes_p2p():
-    assert set(run_ranks(choose, "p2p")) == {"p2p"}
-
-
-def test_expandable_segments():
-    run_ranks(choose, "p2p", env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-
-
-def test_reversed_visible_devices():
-    run_ranks(choose, "p2p", env={"CUDA_VISIBLE_DEVICES": ",".join(reversed(visible_devices()[:NUM_GPUS]))})
-
-
-def test_visible_devices_in_another_order_on_each_rank():
-    """Rank r sees its own GPU first, then the others, and uses number 0."""
-    names = visible_devices()[:NUM_GPUS]
-
-    def rank_env(rank):
-        return {"CUDA_VISIBLE_DEVICES": ",".join(names[rank:] + names[:rank])}
-
-    used = run_ranks(choose, None, rank_env=rank_env, devices=[0] * NUM_GPUS)
-    assert len(set(used)) == 1, "the ranks take the same transport"
-
-
-def test_each_rank_sees_its_own_gpu_only():
-    names = visible_devices()
-    used = run_ranks(choose, None, rank_env=lambda rank: {"CUDA_VISIBLE_DEVICES": names[rank]}, devices=[0] * NUM_GPUS)
-    assert len(set(used)) == 1, "the ranks take the same transport"
-
-
-def fall_back_together(rank, world_size, where):
-    """Rank 1 cannot: all ranks take the collective transport, or all raise where p2p is asked for."""
-    from torch.distributed import _symmetric_memory
-
-    from echo_megatron.transports import p2p
-
-    rendezvous = _symmetric_memory.rendezvous
-
-    def failing_rendezvous(*args, **options):
-        rendezvous(*args, **options)
-        raise RuntimeError("mapping resources failed")
-
-    if rank == 1 and where == "agree":
-        p2p.why_unavailable = lambda group: "no peer access (injected)"
-    if rank == 1 and where == "map":
-        _symmetric_memory.rendezvous = failing_rendezvous
-    name = choose(rank, world_size, "collective")
-    message = ""
-    try:
-        Communicator(dist.group.WORLD, EchoConfig(**P2P))
-    except (ValueError, CommunicationError) as error:
-        message = str(error)
-    return name, message
-
-
-@pytest.mark.parametrize("where", ["agree", "map"])
-def test_a_rank_that_cannot_takes_all_to_the_collective_transport(where):
-    for name, message in run_ranks(fall_back_together, where):
-        assert name == "collective"
-        assert "p2p" in message and "rank 1" in message, message
-
-
-# -- streams, graphs, several communicators
+# -- graphs
 
 
 def capture(rank, world_size):
@@ -278,181 +180,6 @@ def capture(rank, world_size):
 
 def test_fifty_replays_of_a_graph():
     run_ranks(capture)
-
-
-def call_from_two_streams(rank, world_size):
-    """The order of the calls is the same on all ranks, their streams are not."""
-    config = EchoConfig(algorithm=Algorithm.one_shot, **P2P)
-    communicator, simulated = Communicator(dist.group.WORLD, config), SimulatedGroup(world_size, config)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    inputs = [contributions(world_size, 200_003, idx) for idx in range(20)]
-    torch.cuda.synchronize()
-    outs = []
-    for idx, xs in enumerate(inputs):
-        with torch.cuda.stream(streams[(idx + rank) % 2]):
-            outs.append(communicator.all_reduce(xs[rank], forward(idx)))
-    torch.cuda.synchronize()
-    communicator.check()
-    for idx, xs in enumerate(inputs):
-        assert torch.equal(outs[idx], simulated.all_reduce(xs, forward(idx))), idx
-    communicator.destroy()
-
-
-def test_rank_dependent_streams():
-    run_ranks(call_from_two_streams)
-
-
-def call_in_another_order(rank, world_size):
-    """Rank 0 makes call A on one stream, then B on another; the others B first: an error, not a hang."""
-    config = EchoConfig(algorithm=Algorithm.one_shot, timeout_s=TIMEOUT_S, **P2P)
-    communicator = communicate_and_compare(config, world_size, rank)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    inputs = [contributions(world_size, 50_003, idx) for idx in range(2)]
-    torch.cuda.synchronize()
-    begin, message = time.monotonic(), ""
-    try:
-        for which in (0, 1) if rank == 0 else (1, 0):
-            with torch.cuda.stream(streams[which]):
-                communicator.all_reduce(inputs[which][rank], Site(which, Direction.backward))
-        torch.cuda.synchronize()
-        communicator.check()
-    except CommunicationError as error:
-        message = str(error)
-    assert time.monotonic() - begin < 2 * TIMEOUT_S + 1
-    communicator.destroy()
-    return message
-
-
-def test_another_order_of_calls_on_one_rank_is_refused():
-    messages = run_ranks(call_in_another_order)
-    assert any("another call" in message for message in messages), messages
-
-
-def alternate_communicators(rank, world_size, same_order):
-    """Two communicators on two streams. Kernels that fill the GPU in another order on each rank may exclude each other:
-    then the calls fail within the limit.
-    """
-    configs = [EchoConfig(algorithm=algorithm, timeout_s=TIMEOUT_S, **P2P) for algorithm in ALGORITHMS]
-    both = [(Communicator(dist.group.WORLD, config), SimulatedGroup(world_size, config)) for config in configs]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    inputs = [[contributions(world_size, 150_001, 2 * idx + which) for idx in range(20)] for which in range(2)]
-    torch.cuda.synchronize()
-    outs = [[], []]
-    try:
-        for idx in range(20):
-            for which in (0, 1) if same_order or (rank + idx) % 2 else (1, 0):
-                with torch.cuda.stream(streams[which]):
-                    outs[which].append(both[which][0].all_reduce(inputs[which][idx][rank], forward(idx)))
-        torch.cuda.synchronize()
-        for communicator, _ in both:
-            communicator.check()
-    except CommunicationError:
-        if same_order:
-            raise
-        return "refused"
-    for which, (communicator, simulated) in enumerate(both):
-        for idx, out in enumerate(outs[which]):
-            assert torch.equal(out, simulated.all_reduce(inputs[which][idx], forward(idx))), (which, idx)
-        communicator.destroy()
-    return "right"
-
-
-def test_two_communicators_at_once():
-    assert set(run_ranks(alternate_communicators, True)) == {"right"}
-
-
-def test_two_communicators_in_another_order_on_each_rank_never_hang():
-    assert len(set(run_ranks(alternate_communicators, False, timeout_s=90))) == 1
-
-
-def overwrite_at_once(rank, world_size):
-    config = EchoConfig(algorithm=Algorithm.one_shot, **P2P)
-    communicator, simulated = Communicator(dist.group.WORLD, config), SimulatedGroup(world_size, config)
-    inputs = [contributions(world_size, 300_007, idx) for idx in range(40)]
-    outs = [torch.empty_like(xs[rank]) for xs in inputs]
-    torch.cuda._sleep(1)
-    for idx, xs in enumerate(inputs):
-        if rank == idx % world_size:
-            torch.cuda._sleep(1_500_000)
-        x = xs[rank].clone()
-        outs[idx].copy_(communicator.all_reduce(x, forward(idx), out=x))
-        x.fill_(math.nan)
-    torch.cuda.synchronize()
-    communicator.check()
-    for idx, xs in enumerate(inputs):
-        assert torch.equal(outs[idx], simulated.all_reduce(xs, forward(idx))), idx
-    communicator.destroy()
-
-
-def test_the_input_may_be_overwritten_as_soon_as_the_call_is_done():
-    run_ranks(overwrite_at_once)
-
-
-# -- from creation to the end
-
-
-def resources():
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    dist.barrier()
-    return len(list(Path("/proc/self/fd").iterdir())), torch.cuda.mem_get_info()[0]
-
-
-def create_and_destroy(rank, world_size):
-    x = contribution(rank, 10_000, 0)
-
-    def cycle():
-        communicator = Communicator(dist.group.WORLD, EchoConfig(**P2P))
-        y = communicator.all_reduce(x, forward(0))
-        torch.cuda.synchronize()
-        communicator.check()
-        communicator.destroy()
-        return y
-
-    for _ in range(10):
-        y = cycle()
-    before = resources()
-    for _ in range(190):
-        assert torch.equal(cycle(), y)
-    return before, resources()
-
-
-def test_two_hundred_communicators_leave_nothing_behind():
-    for rank, (before, after) in enumerate(run_ranks(create_and_destroy, timeout_s=300)):
-        assert after[0] <= before[0] + 2, f"rank {rank}: file descriptors went from {before[0]} to {after[0]}"
-        lost = before[1] - after[1]
-        assert lost < 32 * 2**20, f"rank {rank}: {lost / 2**20:.0f} MiB of device memory are gone after 190 cycles"
-
-
-def end_in_any_order(rank, world_size, order):
-    communicator = communicate_and_compare(EchoConfig(algorithm=Algorithm.one_shot, **P2P), world_size, rank)
-    if order == "destroy, then collect":
-        communicator.destroy()
-        communicator.destroy()
-        with pytest.raises(CommunicationError, match="destroyed"):
-            communicator.all_reduce(contribution(rank, 100, 0), forward(0))
-    if order == "abandoned by one rank":
-        if rank == 0:
-            communicator.abandon()
-            communicator.abandon()
-            with pytest.raises(CommunicationError, match="destroyed"):
-                communicator.all_reduce(contribution(rank, 100, 0), forward(0))
-        dist.barrier()
-        if rank != 0:
-            communicator.abandon()
-    if order == "group destroyed, then collect":
-        dist.destroy_process_group()
-    del communicator
-    gc.collect()
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize(
-    "order", ["destroy, then collect", "group destroyed, then collect", "abandoned by one rank", "never destroyed"]
-)
-def test_the_end_does_not_hang(order):
-    run_ranks(end_in_any_order, order, timeout_s=90)
 
 
 # -- faults

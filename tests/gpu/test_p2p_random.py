@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from feedbacks import FEEDBACKS, state_dtypes
-from virtual_ranks import DTYPES, RecordedGroup, VirtualRanks, VirtualWorkspaces, assert_same_bits, highest_depth
+from virtual_checks import RecordedGroup, assert_same_bits
+from virtual_ranks import DTYPES, VirtualRanks, highest_depth
+from virtual_workspaces import VirtualWorkspaces
 
 from echo_megatron.config import GROUP_SIZES, Algorithm, Direction, EchoConfig, Policy, Rescale, Residual
 from echo_megatron.reference import exact_sum

@@ -12,8 +12,10 @@ from policies import group_size
 from test_p2p_kernels import misaligned, normal, wild
 from test_p2p_opcheck import UTILS
 from torch.testing._internal.optests import generate_tests
-from virtual_ranks import DTYPES, VirtualRanks, VirtualWorkspaces, assert_same_bits
+from virtual_checks import assert_same_bits
+from virtual_ranks import DTYPES, VirtualRanks
 from virtual_shares import ShareCall, SharingRanks, poisoned_output
+from virtual_workspaces import VirtualWorkspaces
 
 from echo_megatron import ops
 from echo_megatron.compensator import Compensator

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from feedbacks import AVERAGES
+from p2p_processes import P2P, contributions
 from ranks import NUM_GPUS, run_ranks
-from test_p2p_processes import P2P, contributions
 
 from echo_megatron.communicator import Communicator
 from echo_megatron.config import Direction, EchoConfig, Policy, Rescale, StateDtype, TransportName

@@ -1,4 +1,4 @@
-"""P tensor-parallel ranks on one GPU in one process, and beside them the reference that their calls must equal.
+"""P tensor-parallel ranks on one GPU in one process; virtual_checks.py has the reference that their calls must equal.
 
 A rank has its workspace, its stream, its compensators and its failure record; its peers' workspaces are memory of the
 same GPU. Kernels of all ranks must be resident at once, so each rank gets its share of the multiprocessors. What a
@@ -8,51 +8,23 @@ for the GPU, and a rank's kernel waits for the ranks that are not launched yet.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
-
-# Read when CUDA is initialized. One hardware queue a stream: two ranks in one queue would wait for each other. All
-# kernels loaded then: loading one at its first use waits for the ranks' kernels that run, which wait for that rank.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 from torch import Tensor
+from virtual_records import Records, stacked, unpack_records, unpack_state
+from virtual_workspaces import VirtualWorkspaces, index_of
 
 from echo_megatron import ops
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Direction, EchoConfig, Policy, Residual, StateDtype
-from echo_megatron.quantizer import HEADER_BYTES, TILE_VALUES, Quantized, Quantizer
-from echo_megatron.reference import Segments, SimulatedGroup, choose_algorithm, exact_sum, make_quantizer
+from echo_megatron.config import Algorithm, Direction, EchoConfig, Residual
+from echo_megatron.reference import Segments, choose_algorithm, make_quantizer
 from echo_megatron.sites import PassClock, Site
-from echo_megatron.workspace import MAX_DEPTH, TEAMS_A_BLOCK
+from echo_megatron.workspace import MAX_DEPTH
 
-# Of cuda/layout.cuh and cuda/arguments.cuh.
-BLOCK_VALUES = 32
-TEAM_THREADS = TILE_VALUES // BLOCK_VALUES
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-CONTROL_BYTES = 4096
-SLOT_ALIGNMENT = 128
-FLAG_BYTES = 8
-NUM_STAGES = 2
-FAILURE_CODES = ("none", "timeout", "mismatch", "peer")
-STAGES = ("push", "gather", "rescale")
-
-SPARE_MULTIPROCESSORS = 4  # for what else runs: fills, a sleeping rank, the consensus update
-
-
-def index_of(member):
-    """An enum's member as the operators take it."""
-    return list(type(member)).index(member)
-
-
-def resident_blocks(world_size: int) -> int:
-    """Thread blocks a rank so that the kernels of all ranks are resident together, one block a multiprocessor."""
-    multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return max(1, (multiprocessors - SPARE_MULTIPROCESSORS) // world_size)
 
 
 def highest_depth(
@@ -81,128 +53,6 @@ def _highest_depth(*kernel: int) -> int:
         else:
             return depth
     return 1
-
-
-@dataclass
-class Failure:
-    """A rank's failure record, read."""
-
-    code: str
-    peer: int
-    stage: str
-    row: int
-    expected: int
-    seen: int
-    site: tuple[int, int, int]
-
-
-class VirtualWorkspaces:
-    """The memory of P ranks: workspaces, failure records, streams.
-
-    Args:
-        world_size: P, 2 to 8.
-        num_blocks: thread blocks of a rank's kernel; None for all that fit.
-        workspace_teams: teams that have rings in the workspace; None for those of `num_blocks`.
-        timeout_s: bound of a wait on the device.
-    """
-
-    def __init__(
-        self,
-        world_size: int,
-        num_blocks: int | None = None,
-        workspace_teams: int | None = None,
-        timeout_s: float = 20.0,
-    ) -> None:
-        ops.load()
-        torch.cuda._sleep(1)  # loads the kernel that delays a rank
-        self.world_size = world_size
-        self.num_blocks = resident_blocks(world_size) if num_blocks is None else num_blocks
-        self.num_teams = TEAMS_A_BLOCK * self.num_blocks if workspace_teams is None else workspace_teams
-        self.timeout_s = timeout_s
-        library = torch.ops.echo_megatron
-        self.ring = library.ring_size(MAX_DEPTH)
-        self.slot_bytes = library.slot_bytes(8, index_of(Policy.zero_aware), 32)  # the largest of all
-        num_bytes = library.workspace_bytes(world_size, self.num_teams, self.ring, self.slot_bytes)
-        assert num_bytes == self.slots_at().stop, "the layout here is not that of cuda/layout.cuh"
-        self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(world_size)]
-        self.peers = [buffer.data_ptr() for buffer in self.buffers]
-        self.failure_records = [torch.zeros(16, dtype=torch.int64).pin_memory() for _ in range(world_size)]
-        self.streams = [torch.cuda.Stream() for _ in range(world_size)]
-        torch.cuda.synchronize()
-
-    def fork(self) -> None:
-        """Orders every rank behind the current stream."""
-        for stream in self.streams:
-            stream.wait_stream(torch.cuda.current_stream())
-
-    def join(self) -> None:
-        """Orders the current stream behind every rank."""
-        for stream in self.streams:
-            torch.cuda.current_stream().wait_stream(stream)
-
-    def failures(self) -> list[Failure | None]:
-        """Every rank's failure; waits for the GPU."""
-        torch.cuda.synchronize()
-        failures: list[Failure | None] = []
-        for record in self.failure_records:
-            code, peer, stage, row, expected, seen, *site = record.tolist()[:9]
-            failure = Failure(FAILURE_CODES[code], peer, STAGES[stage], row, expected, seen, tuple(site))
-            failures.append(failure if code else None)
-        return failures
-
-    def check(self) -> None:
-        """Fails with every rank's failure if there is one; waits for the GPU."""
-        failures = self.failures()
-        assert not any(failures), f"failures by rank: {failures}"
-
-    @property
-    def epochs_at(self) -> slice:
-        """Bytes of a workspace that hold the teams' epochs."""
-        return slice(CONTROL_BYTES, CONTROL_BYTES + 4 * self.num_teams)
-
-    def flags_at(self, *stages: int) -> slice:
-        """Bytes of a workspace that hold the flags of these stages, which follow each other; of all unless told."""
-        return self._stages_at(_aligned(self.epochs_at.stop), FLAG_BYTES, stages)
-
-    def slots_at(self, *stages: int) -> slice:
-        """Bytes of a workspace that hold the slots of these stages."""
-        return self._stages_at(_aligned(self.flags_at().stop), self.slot_bytes, stages)
-
-    def _stages_at(self, begin: int, slot_bytes: int, stages: Sequence[int]) -> slice:
-        num_bytes = (self.world_size - 1) * self.num_teams * self.ring * slot_bytes  # of one stage
-        first, last = (min(stages), max(stages)) if stages else (0, NUM_STAGES - 1)
-        return slice(begin + first * num_bytes, begin + (last + 1) * num_bytes)
-
-    def set_epochs(self, epoch: int) -> None:
-        """Makes the workspaces look as if every team had done `epoch` tiles, each slot written by its last tile."""
-        last_tiles = [epoch - 1 - (epoch - 1 - slot) % self.ring for slot in range(self.ring)]
-        # Exponent and signature, in the upper half of a flag, are only looked at where the tile number is the expected.
-        flags = torch.tensor([(tile + 1) % 2**32 for tile in last_tiles], dtype=torch.int64, device="cuda")
-        for buffer in self.buffers:
-            buffer[self.epochs_at].view(torch.int32).fill_(_as_int32(epoch))
-            buffer[self.flags_at()].view(torch.int64).view(-1, self.ring).copy_(flags)
-        torch.cuda.synchronize()
-
-    def epochs(self, rank: int) -> list[int]:
-        """Tiles that each team of a rank has done, modulo 2^32; waits for the GPU."""
-        torch.cuda.synchronize()
-        words = self.buffers[rank][self.epochs_at].view(torch.int32)
-        return [word % 2**32 for word in words.tolist()]
-
-    def set_amax_epoch(self, epoch: int) -> None:
-        """The number of calls with `rescale: group` so far; at least two calls before it wraps."""
-        for buffer in self.buffers:
-            buffer[:4].view(torch.int32).fill_(_as_int32(epoch))
-        torch.cuda.synchronize()
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-
-
-def _as_int32(word: int) -> int:
-    word %= 2**32
-    return word - 2**32 if word >= 2**31 else word
 
 
 class Call:
@@ -470,65 +320,6 @@ class VirtualRanks:
         return self.world_size, Segments.split(num_values, self.world_size, self.config.group_size).length
 
 
-@dataclass
-class Records:
-    """Records in the parts of the wire record (quantizer.py).
-
-    Attributes:
-        codes: uint8 [rows, tiles, 4096], unsigned.
-        params: uint8 [rows, tiles, groups, bytes a group].
-        exponent: int32 [rows, tiles].
-    """
-
-    codes: Tensor
-    params: Tensor
-    exponent: Tensor
-
-
-def unpack_records(slots: Tensor, quantizer: Quantizer, num_rows: int) -> Records:
-    """Undoes the layout of slots (cuda/layout.cuh)."""
-    num_code_bytes = TILE_VALUES * quantizer.bits // 8
-    num_param_bytes = quantizer.groups_per_tile * quantizer.param_bytes
-    header_at = num_code_bytes + -(-num_param_bytes // 16) * 16
-    slot_bytes = _aligned(header_at + HEADER_BYTES)
-    tiles = slots.view(num_rows, -1, slot_bytes)
-    # 16-byte chunk j of thread t lies at (j * 128 + t) * 16.
-    packed = tiles[..., :num_code_bytes].unflatten(-1, (-1, TEAM_THREADS, 16)).transpose(-3, -2).flatten(-3)
-    params = tiles[..., num_code_bytes : num_code_bytes + num_param_bytes]
-    return Records(
-        quantizer._unpack_codes(packed),
-        params.unflatten(-1, (quantizer.groups_per_tile, quantizer.param_bytes)),
-        tiles[..., header_at : header_at + 2].contiguous().view(torch.int16)[..., 0].to(torch.int32),
-    )
-
-
-def unpack_state(raw: Tensor, dtype: StateDtype) -> dict[str, Tensor]:
-    """Undoes the layout of cuda/state.cuh.
-
-    Args:
-        raw: uint8 [rows, bytes].
-        dtype: how the state is stored.
-
-    Returns:
-        c, and m2 unless the state is compact; fp32 [rows, values of whole tiles].
-    """
-    if dtype is StateDtype.compact:
-        tiles = raw.unflatten(-1, (-1, TILE_VALUES + 4 * TEAM_THREADS))
-        codes, scales = tiles.split((TILE_VALUES, 4 * TEAM_THREADS), dim=-1)
-        # 16-byte chunk j of thread t lies at (j * 128 + t) * 16; then a scale a thread.
-        codes = codes.unflatten(-1, (2, TEAM_THREADS, 16)).transpose(-3, -2).flatten(-2).to(torch.float32) - 128
-        return {"c": (codes * scales.contiguous().view(torch.float32).unsqueeze(-1)).flatten(1)}
-    kind, chunk = (torch.bfloat16, 8) if dtype is StateDtype.bf16 else (torch.float32, 4)
-    parts = raw.view(kind).unflatten(-1, (-1, 2, BLOCK_VALUES // chunk, TEAM_THREADS, chunk))
-    parts = parts.transpose(-3, -2).flatten(-3).to(torch.float32)
-    return {"c": parts[:, :, 0].flatten(1), "m2": parts[:, :, 1].flatten(1)}
-
-
-def stacked(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Every rank's tensors of a name as one, [P, ...]."""
-    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
-
-
 def coefficients_of(compensator: Compensator) -> list[float]:
     """The recurrence's numbers in the order of cuda/arguments.cuh."""
     return [
@@ -550,142 +341,3 @@ def poisoned_like(x: Tensor) -> Tensor:
     storage = torch.full((x.numel() + 16,), float("nan"), dtype=x.dtype, device=x.device)
     offset = x.data_ptr() % 16 // x.element_size()
     return storage[offset : offset + x.numel()].view(x.shape)
-
-
-# -- the reference beside them
-
-
-class RecordingQuantizer(Quantizer):
-    """Keeps what it quantized last."""
-
-    last: Quantized
-
-    def quantize(self, values: Tensor, exponent: Tensor | None = None) -> Quantized:
-        self.last = super().quantize(values, exponent)
-        return self.last
-
-
-class RecordedGroup(SimulatedGroup):
-    """The reference, and the codes that its last output was decoded from."""
-
-    recorder: RecordingQuantizer
-
-    def _one_shot(self, values, quantizer, exponent):
-        return super()._one_shot(values, self._record(quantizer), exponent)
-
-    def _two_shot(self, values, quantizer, exponent):
-        return super()._two_shot(values, self._record(quantizer), exponent)
-
-    def _record(self, quantizer: Quantizer) -> RecordingQuantizer:
-        options = (quantizer.bits, quantizer.policy, quantizer.group_size, quantizer.rescale)
-        self.recorder = RecordingQuantizer(*options)
-        return self.recorder
-
-    def state(self, direction: Direction) -> dict[str, Tensor]:
-        """What is kept of c and m2, as it is read back, fp32 [P, basis values]."""
-        state = self.compensators[direction]._state
-        assert state is not None
-        if self.compensators[direction].dtype is StateDtype.compact:
-            return {"c": state.correction()}
-        return {"c": state.correction(), "m2": state.average()}
-
-
-class CheckedRanks:
-    """`VirtualRanks`, each call of which is compared with the reference: outputs, codes and state, bit for bit."""
-
-    def __init__(self, world_size: int, config: EchoConfig, **options: object) -> None:
-        self.virtual = VirtualRanks(world_size, config, **options)
-        self.reference = RecordedGroup(world_size, config)
-
-    def all_reduce(
-        self,
-        xs: Sequence[Tensor],
-        site: Site,
-        in_place: bool = False,
-        keep_codes: bool = True,
-        what: object = "",
-        **options: object,
-    ) -> Tensor:
-        """The output, which is the reference's; `what` names the case in a failure."""
-        what = f"{what} {self.virtual.config} P={self.virtual.world_size} N={xs[0].numel()} {xs[0].dtype} {site}"
-        expected = self.reference.all_reduce(xs, site)
-        before = [x.clone() for x in xs]
-        outs = self.virtual.all_reduce(xs, site, outs=xs if in_place else None, keep_codes=keep_codes, **options)
-        self.virtual.memory.check()
-        for rank, out in enumerate(outs):
-            assert_same_bits(out, expected, f"output of rank {rank}, {what}")
-            if not in_place:
-                assert_same_bits(xs[rank], before[rank], f"input of rank {rank}, {what}")
-        if keep_codes:
-            self._check_records(what)
-            for rank in range(self.virtual.world_size):
-                assert_same_bits(self.virtual.calls[rank].decode(), expected, f"decoded by rank {rank}, {what}")
-        if self.virtual.config.compensates:
-            assert_same_state(self.virtual.state(site.direction), self.reference.state(site.direction), what)
-        return expected
-
-    def exact_all_reduce(self, xs: Sequence[Tensor], site: Site, in_place: bool = False, **options: object) -> Tensor:
-        """As `all_reduce`, of the exact one-shot."""
-        expected = exact_sum(torch.stack(list(xs)))
-        outs = self.virtual.exact_all_reduce(xs, site, outs=xs if in_place else None, **options)
-        self.virtual.memory.check()
-        for rank, out in enumerate(outs):
-            what = f"exact output of rank {rank} of {len(outs)}, N={out.numel()} {out.dtype}"
-            assert_same_bits(out, expected, what)
-        return expected
-
-    def _check_records(self, what: str) -> None:
-        wanted = self.reference.recorder.last
-        sizes = torch.tensor(self.virtual.row_sizes(_num_values(self.virtual, wanted)), device=wanted.codes.device)
-        num_tiles = wanted.codes.shape[1]
-        position = torch.arange(num_tiles * TILE_VALUES, device=sizes.device).view(1, num_tiles, TILE_VALUES)
-        is_value = position < sizes.view(-1, 1, 1)
-        is_group = is_value.unflatten(-1, wanted.codes.shape[2:])[..., :1]
-        is_tile = is_value[..., 0]
-        for rank in range(self.virtual.world_size):
-            records = self.virtual.records(rank)
-            for name, actual, expected, mask in (
-                ("exponents", records.exponent, wanted.exponent, is_tile),
-                ("params", records.params, wanted.params, is_group),
-                ("codes", records.codes, wanted.codes.flatten(-2), is_value),
-            ):
-                assert_same_integers(actual, expected, mask, f"{name} on rank {rank}, {what}")
-
-
-def _num_values(virtual: VirtualRanks, wanted: Quantized) -> int:
-    call = virtual.calls[0]
-    quantizer = make_quantizer(virtual.config, call.records["bits"])
-    num_values = quantizer.num_basis_values(call.x.numel())
-    assert wanted.num_values == virtual._segments(num_values)[1]
-    return num_values
-
-
-def assert_same_integers(actual: Tensor, expected: Tensor, mask: Tensor, what: str) -> None:
-    """Equal where `mask` is set."""
-    assert actual.shape == expected.shape, f"{what}: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
-    different = (actual != expected) & mask
-    if different.any():
-        where = different.nonzero()[0].tolist()
-        wanted, got = expected[tuple(where)].item(), actual[tuple(where)].item()
-        raise AssertionError(f"{int(different.sum())} {what}: expected {wanted}, got {got} first at {where}")
-
-
-def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    """The same tensors are kept, with the same bits."""
-    assert actual.keys() == expected.keys(), what
-    for name, wanted in expected.items():
-        assert_same_bits(actual[name], wanted, f"{name} by rank, {what}")
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal bit for bit, signs of zeros included; a NaN equals any NaN."""
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), (
-        f"{what}: expected {expected.dtype} {tuple(expected.shape)}, got {actual.dtype} {tuple(actual.shape)}"
-    )
-    bits = torch.int16 if actual.element_size() == 2 else torch.int32
-    different = (actual.view(bits) != expected.view(bits)) & ~(actual.isnan() & expected.isnan())
-    if different.any():
-        where = different.nonzero()[0].tolist()
-        wanted, got = expected[tuple(where)].item(), actual[tuple(where)].item()
-        num = int(different.sum())
-        raise AssertionError(f"{num} of {actual.numel()} of {what}: expected {wanted!r}, got {got!r} first at {where}")

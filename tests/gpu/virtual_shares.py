@@ -6,17 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from virtual_ranks import (
-    CheckedRanks,
-    VirtualRank,
-    assert_same_bits,
-    assert_same_state,
-    coefficients_of,
-    index_of,
-    numbers_of,
-    stacked,
-    unpack_state,
-)
+from virtual_checks import CheckedRanks, assert_same_bits, assert_same_state
+from virtual_ranks import VirtualRank, coefficients_of, numbers_of
+from virtual_records import stacked, unpack_state
+from virtual_workspaces import index_of
 
 from echo_megatron.config import Collective, Direction
 from echo_megatron.reference import make_quantizer

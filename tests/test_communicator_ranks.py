@@ -1,0 +1,147 @@
+"""Communicators come and go on real gloo groups; ranks that die, come late or make another call are reported."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from communicator_runs import ROUGHLY
+from distributed import run_ranks, run_with_losses
+
+from echo_megatron.communicator import Communicator
+from echo_megatron.config import Direction, EchoConfig
+from echo_megatron.sites import Site
+from echo_megatron.transports.protocol import CommunicationError
+
+
+def communicators_come_and_go(rank, world_size):
+    import gc
+
+    def open_files():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def cycle():
+        communicator = Communicator(dist.group.WORLD, EchoConfig())
+        for idx in range(2):
+            communicator.all_reduce(torch.ones(2000), Site(idx, Direction.forward))
+
+    cycle()
+    before = open_files()
+    for _ in range(100):
+        cycle()
+    gc.collect()
+    return before, open_files()
+
+
+def test_creating_and_dropping_communicators_leaks_no_descriptors():
+    for before, after in run_ranks(communicators_come_and_go, 2):
+        assert after <= before
+
+
+def different_calls(rank, world_size, kind):
+    communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=10))
+    communicator.all_reduce(torch.ones(1000), Site(0, Direction.forward))
+    site = Site(
+        1 if kind != "site" or rank != 1 else 2, Direction.forward, bits=8 if kind == "bits" and rank == 1 else 4
+    )
+    size = 999 if kind == "elements" and rank == 1 else 1000
+    try:
+        communicator.all_reduce(torch.ones(size), site)
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [("elements", "elements 999 (here 1000)"), ("site", "site 2 (here 1)"), ("bits", "bits 8 (here 4)")],
+)
+def test_ranks_that_make_different_calls_are_told(kind, theirs):
+    messages = run_ranks(different_calls, 3, kind)
+    assert "rank 1 has " + theirs in messages[0] and "rank 1 has " + theirs in messages[2]
+    assert "expected the same call on all 3 ranks" in messages[1] and "rank 0 has" in messages[1]
+
+
+def killed_peer(rank, world_size, timeout_s):
+    communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=timeout_s))
+    communicator.all_reduce(torch.ones(5000), Site(0, Direction.backward))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.time()
+    try:
+        communicator.all_reduce(
+            torch.ones(5000), Site(1, Direction.backward, name="layers.0.self_attention.linear_qkv")
+        )
+    except CommunicationError as error:
+        return time.time() - start, str(error)
+    raise AssertionError("the call succeeded without its peer")
+
+
+def test_a_killed_peer_is_reported_by_the_survivors_within_the_limit(tmp_path):
+    assert run_with_losses(killed_peer, 3, tmp_path, 15.0) == [0, -signal.SIGKILL, 0]
+    for rank in (0, 2):
+        seconds, message = torch.load(tmp_path / f"result{rank}", weights_only=False)
+        assert seconds < 20
+        assert f"rank {rank} of 3" in message and "backward site 1" in message and "linear_qkv" in message
+        assert "timeout_s=15" in message
+
+
+def late_peer(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=1.0))
+    if rank == 1:
+        time.sleep(4)
+        return None
+    start = time.time()
+    try:
+        communicator.all_reduce(torch.ones(5000), Site(0, Direction.forward))
+    except CommunicationError as error:
+        return time.time() - start, str(error)
+    raise AssertionError("the call succeeded without its peer")
+
+
+def test_a_late_peer_ends_the_wait(tmp_path):
+    assert run_with_losses(late_peer, 2, tmp_path) == [0, 0]
+    seconds, message = torch.load(tmp_path / "result0", weights_only=False)
+    assert 0.9 < seconds < 3.5
+    assert "rank 0 of 2" in message and "forward site 0" in message and "timeout_s=1" in message
+
+
+def group_destroyed_first(rank, world_size):
+    import gc
+
+    group = dist.new_group()
+    communicator = Communicator(group, EchoConfig())
+    communicator.all_reduce(torch.ones(2000), Site(0, Direction.forward))
+    dist.destroy_process_group(group)
+    del group, communicator
+    gc.collect()
+    return True
+
+
+def test_a_communicator_collected_after_its_group_communicates_no_more():
+    assert run_ranks(group_destroyed_first, 2) == [True] * 2
+
+
+def ended(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, EchoConfig(), is_recomputed=lambda: True)
+    communicator.check()
+    x = torch.ones(1000)
+    communicator.all_reduce(x, Site(0, Direction.forward))
+    communicator.check()
+    assert communicator.replays.num_bytes() > 0
+    assert not communicator.sums_exactly(x)
+    with pytest.raises(NotImplementedError, match="no exact all-reduce; call the process group's own"):
+        communicator.exact_all_reduce(x, Site(0, Direction.forward))
+    for _ in range(2):
+        communicator.destroy()
+        communicator.check()
+    assert communicator.replays.num_bytes() == 0 and communicator.transport.num_bytes() == 0
+    again = Communicator(dist.group.WORLD, EchoConfig())
+    return again.all_reduce(x, Site(0, Direction.forward)).mean().item()
+
+
+def test_check_and_destroy_do_no_harm_where_nothing_is_held():
+    assert run_ranks(ended, 2) == [pytest.approx(2.0, rel=ROUGHLY)] * 2
