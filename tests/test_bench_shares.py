@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import bench
 
 from echo_megatron.bench import all_reduce, figures, shares
 from echo_megatron.bench.rows import MIB, Row, select
@@ -15,8 +16,6 @@ from echo_megatron.bench.traffic import share_traffic
 from echo_megatron.config import Collective, Direction
 from echo_megatron.reference import SimulatedGroup
 from echo_megatron.sites import Site
-
-from test_bench import bench  # isort: skip
 
 NAMES = {"nccl_reduce_scatter", "nccl_all_gather", "echo4_reduce_scatter", "echo8_all_gather", "echo4_all_gather"}
 RECORD = 1 / 32 + 16 / 4096  # bytes a value of a record beside its codes, rotated

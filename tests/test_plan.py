@@ -111,7 +111,7 @@ def test_sent_bytes_are_the_transports(measured: Measured) -> None:
 
 
 def test_workspace_is_that_of_the_kernels_layout() -> None:
-    """docs/how_it_works.md has the sizes, which tests/test_readme.py holds to cuda/layout.cuh."""
+    """docs/how_it_works.md has the sizes, which tests/test_readme_sizes.py holds to cuda/layout.cuh."""
     lines = (ROOT / "docs" / "how_it_works.md").read_text().splitlines()
     start = next(idx for idx, line in enumerate(lines) if line.startswith("| workspace, MiB"))
     rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :]))
