@@ -19,16 +19,7 @@ from virtual_workspaces import VirtualWorkspaces
 
 from echo_megatron import ops
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import (
-    GROUP_SIZES,
-    Algorithm,
-    Collective,
-    Direction,
-    EchoConfig,
-    Policy,
-    Rescale,
-    StateDtype,
-)
+from echo_megatron.config import GROUP_SIZES, Algorithm, Collective, Direction, EchoConfig, Policy, Rescale, StateDtype
 from echo_megatron.reference import exact_sum
 from echo_megatron.sites import Site
 
