@@ -277,12 +277,12 @@ def _make_transport(group: dist.ProcessGroup, config: EchoConfig) -> tuple[Trans
     asked = config.transport is TransportName.p2p
     if not asked and not (torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)):
         return CollectiveTransport(group, config), "no GPUs in this group"
-    from echo_megatron.transports import p2p
+    from echo_megatron.transports import p2p_setup
 
-    reason = p2p.agree(group)
+    reason = p2p_setup.agree(group)
     if reason is None:
         try:
-            return p2p.connect(group, config), "asked for" if asked else "all ranks reach each other's memory"
+            return p2p_setup.connect(group, config), "asked for" if asked else "all ranks reach each other's memory"
         except CommunicationError as error:
             reason = str(error)
     if asked:

@@ -27,6 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echo_megatron.config import Policy, Rescale
+from echo_megatron.quantizer_scales import (
+    SCALE8_NAN,
+    decode_scale8,
+    encode_scale8,
+    exponent_for,
+    power_of_two,
+    times_power_of_two,
+)
 
 TILE_VALUES = 4096
 HEADER_BYTES = 16
@@ -42,10 +50,6 @@ GROUP_HEADROOM_BITS = 12
 ROTATION_HEADROOM_BITS = 5
 
 FP16_SMALLEST = 2.0**-24
-# The 8-bit scale: 5 exponent bits, 3 mantissa bits, 2^(e - 19) * (1 + m/8); the last code is NaN.
-SCALE8_MANTISSA_BITS = 3
-SCALE8_EXPONENT_BIAS = 19
-SCALE8_NAN = 255
 # A one-sided group's scale is at least 2^-10 of its largest magnitude: the FP16 zero-point is exact to half a step.
 FARTHEST_ZERO_POINT = 2.0**-10
 
@@ -161,7 +165,7 @@ class Quantizer:
     def call_exponent(self, amax: Tensor) -> Tensor:
         """The exponent of `rescale: group` from the largest finite |x| over the ranks (paper Sec. 5.4), int32."""
         headroom = GROUP_HEADROOM_BITS + (ROTATION_HEADROOM_BITS if self.rotates else 0)
-        return _exponent_for(amax, TILE_TARGET_EXPONENT - headroom)
+        return exponent_for(amax, TILE_TARGET_EXPONENT - headroom)
 
     def quantize(self, values: Tensor, exponent: Tensor | None = None) -> Quantized:
         """Quantizes streams.
@@ -177,13 +181,13 @@ class Quantizer:
         lo, hi = lo.where(finite, 0.0), hi.where(finite, 0.0)
         tile_exponent = self._tile_exponent(torch.maximum(-lo, hi), exponent)
         shift = -tile_exponent.unsqueeze(-1)
-        lo, hi = _times_power_of_two(lo, shift), _times_power_of_two(hi, shift)
+        lo, hi = times_power_of_two(lo, shift), times_power_of_two(hi, shift)
         scale, zero, params = self._parameters(lo, hi, finite)
 
         # 2^-E may exceed FP32's largest power of two when the tile is tiny: the rest of it goes into the reciprocal.
         first = shift.clamp(-126, 127)
-        reciprocal = (1.0 / scale) * _power_of_two(shift - first)
-        codes = (groups * _power_of_two(first).unsqueeze(-1)).mul_(reciprocal.unsqueeze(-1))
+        reciprocal = (1.0 / scale) * power_of_two(shift - first)
+        codes = (groups * power_of_two(first).unsqueeze(-1)).mul_(reciprocal.unsqueeze(-1))
         lowest = 0 if not self.is_symmetric else -self.highest_code
         if not self.is_symmetric:
             codes.add_(zero.unsqueeze(-1))
@@ -193,7 +197,7 @@ class Quantizer:
 
     def dequantize(self, quantized: Quantized) -> Tensor:
         """fp32 [..., n] values that every holder of the record reads."""
-        step = _times_power_of_two(quantized.scale, quantized.exponent.unsqueeze(-1))
+        step = times_power_of_two(quantized.scale, quantized.exponent.unsqueeze(-1))
         values = quantized.codes.to(torch.float32).sub_(quantized.zero.unsqueeze(-1)).mul_(step.unsqueeze(-1))
         return values.flatten(-3)[..., : quantized.num_values]
 
@@ -202,7 +206,7 @@ class Quantizer:
         if exponent is not None:
             return exponent.to(torch.int32).expand(tile_shape)
         if self.rescale is Rescale.tile:
-            return _exponent_for(amax.amax(-1), TILE_TARGET_EXPONENT)
+            return exponent_for(amax.amax(-1), TILE_TARGET_EXPONENT)
         return torch.zeros(tile_shape, dtype=torch.int32, device=amax.device)
 
     def _parameters(self, lo: Tensor, hi: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,9 +251,9 @@ class Quantizer:
             half = scale.clamp_min(FP16_SMALLEST).to(torch.float16)
             half = half.where(finite & half.isfinite(), torch.full_like(half, nan))
             return half.to(torch.float32), _bytes_of(half)
-        code = _encode_scale8(scale, self.scale8_rounds_up)
+        code = encode_scale8(scale, self.scale8_rounds_up)
         code = code.where(finite, torch.full_like(code, SCALE8_NAN))
-        return _decode_scale8(code), code.to(torch.uint8).unsqueeze(-1)
+        return decode_scale8(code), code.to(torch.uint8).unsqueeze(-1)
 
     # -- wire record
 
@@ -317,7 +321,7 @@ class Quantizer:
     def _read_parameters(self, params: Tensor) -> tuple[Tensor, Tensor]:
         scale_bytes = params[..., : 1 if self.rotates else 2].contiguous()
         if self.rotates:
-            scale = _decode_scale8(scale_bytes[..., 0].to(torch.int32))
+            scale = decode_scale8(scale_bytes[..., 0].to(torch.int32))
         else:
             scale = scale_bytes.view(torch.float16)[..., 0].to(torch.float32)
         if self.is_symmetric:
@@ -386,36 +390,3 @@ def fill_up(values: Tensor, length: int, group_size: int) -> Tensor:
 
 def _pad_to_tiles(values: Tensor, group_size: int) -> Tensor:
     return fill_up(values, -(-values.shape[-1] // TILE_VALUES) * TILE_VALUES, group_size)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in FP32, built from its bits; -126 <= exponent <= 127."""
-    return ((exponent + 127) << 23).view(torch.float32)
-
-
-def _times_power_of_two(values: Tensor, exponent: Tensor) -> Tensor:
-    """values * 2^exponent for |exponent| up to 252, in two exact steps and at most one rounding."""
-    half = exponent >> 1
-    return values * _power_of_two(half) * _power_of_two(exponent - half)
-
-
-def _exponent_for(amax: Tensor, target: int) -> Tensor:
-    """E such that amax * 2^-E lies in [2^target, 2^(target+1)); 0 for amax 0."""
-    _, exponent = torch.frexp(amax)
-    return torch.where(amax > 0, exponent - 1 - target, torch.zeros_like(exponent)).to(torch.int32)
-
-
-def _encode_scale8(scale: Tensor, round_up: bool) -> Tensor:
-    """int32 code of the 8-bit scale: 3 mantissa bits to nearest-even or up; below the range 0, above it NaN's code."""
-    dropped = 23 - SCALE8_MANTISSA_BITS
-    bits = scale.contiguous().view(torch.int32)
-    bias = (1 << dropped) - 1 if round_up else (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
-    code = ((bits + bias) >> dropped) - ((127 - SCALE8_EXPONENT_BIAS) << SCALE8_MANTISSA_BITS)
-    return code.clamp(0, SCALE8_NAN)
-
-
-def _decode_scale8(code: Tensor) -> Tensor:
-    dropped = 23 - SCALE8_MANTISSA_BITS
-    bits = (code + ((127 - SCALE8_EXPONENT_BIAS) << SCALE8_MANTISSA_BITS)) << dropped
-    scale = bits.view(torch.float32)
-    return scale.where(code != SCALE8_NAN, torch.full_like(scale, float("nan")))

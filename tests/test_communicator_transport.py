@@ -80,20 +80,20 @@ def test_one_rank_needs_no_transport():
 
 
 def agreed(rank, world_size, facts):
-    """What `p2p.agree` finds when rank 1 differs from the others in one fact."""
-    from echo_megatron.transports import p2p
+    """What `p2p_setup.agree` finds when rank 1 differs from the others in one fact."""
+    from echo_megatron.transports import p2p_setup
 
     differs = rank == 1
-    p2p.why_unavailable = lambda group: "nvcc is missing" if differs and facts == "rank" else None
-    p2p.host_number = lambda: int(differs and facts == "host")
-    p2p.device_number = lambda device: 7 if facts == "device" else 10 * rank + device
+    p2p_setup.why_unavailable = lambda group: "nvcc is missing" if differs and facts == "rank" else None
+    p2p_setup.host_number = lambda: int(differs and facts == "host")
+    p2p_setup.device_number = lambda device: 7 if facts == "device" else 10 * rank + device
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: 1
     if facts == "peer access":
         torch.cuda.device_count = lambda: world_size
-        p2p.device_number = lambda device: (rank + device) % world_size  # every rank sees its own GPU first
+        p2p_setup.device_number = lambda device: (rank + device) % world_size  # every rank sees its own GPU first
         torch.cuda.can_device_access_peer = lambda device, other: not differs
-    return p2p.agree(dist.group.WORLD)
+    return p2p_setup.agree(dist.group.WORLD)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_ranks_agree_on_why_p2p_is_not_possible(facts, reason):
 
 
 def made_where_p2p_fails(rank, world_size, transport, fails_at):
-    from echo_megatron.transports import p2p
+    from echo_megatron.transports import p2p_setup
 
     torch.cuda.is_available = lambda: True
     dist.get_backend_config = lambda group: "cpu:gloo,cuda:nccl"
-    p2p.agree = lambda group: "two ranks share a GPU" if fails_at == "agree" else None
+    p2p_setup.agree = lambda group: "two ranks share a GPU" if fails_at == "agree" else None
 
     def connect(group, config):
         raise CommunicationError("p2p transport: could not map the peers' memory on rank 1")
 
-    p2p.connect = connect
+    p2p_setup.connect = connect
     communicator = Communicator(dist.group.WORLD, EchoConfig(transport=transport))
     return communicator.transport.name, communicator.describe()
 

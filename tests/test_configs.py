@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 from echo_megatron.cli import config_dir
 from echo_megatron.config import PRESETS, EchoConfig, Policy
 from echo_megatron.pretrain.model import num_parameters
-from echo_megatron.pretrain.schema import PretrainConfig, from_composed, register_configs, tp_comm_name, validate
+from echo_megatron.pretrain.names import tp_comm_name
+from echo_megatron.pretrain.schema import PretrainConfig, from_composed, register_configs
+from echo_megatron.pretrain.schema_checks import validate
 
 
 def composed(*overrides: str) -> PretrainConfig:

@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from echo_megatron import cli
 from echo_megatron.diagnostics import QUANTITIES
 from echo_megatron.diagnostics_report import load_inspection, remarks
-from echo_megatron.pretrain.schema import validate
+from echo_megatron.pretrain.schema_checks import validate
 from tests.pretrain_runs import log_path, losses, make_config, train, write_tokens
 
 ECHO4 = ("tp_comm.bits=4", "tp_comm.min_bytes=0")

@@ -16,7 +16,7 @@ from nemo.utils import logging
 from echo_megatron import Installation, install
 from echo_megatron.integrations.megatron_checks import check_config
 from echo_megatron.integrations.options import resolve
-from echo_megatron.pretrain.schema import tp_comm_name
+from echo_megatron.pretrain.names import tp_comm_name
 from echo_megatron.reference import check_group
 
 # megatron-core 0.15.3, which NeMo 2.7.3 needs, calls it when it writes a checkpoint; numpy 2 no longer has the name.

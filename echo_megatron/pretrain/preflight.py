@@ -11,7 +11,8 @@ import torch
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
 from echo_megatron.pretrain.dataset import Data, check_data
 from echo_megatron.pretrain.device import resolve_device, resolve_dtype, resolve_layers
-from echo_megatron.pretrain.schema import Layers, PretrainConfig, Resume, validate
+from echo_megatron.pretrain.schema import Layers, PretrainConfig, Resume
+from echo_megatron.pretrain.schema_checks import validate
 from echo_megatron.pretrain.settings import check_same, run_settings
 
 

@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 
 from echo_megatron import provenance
 from echo_megatron.pretrain.model import num_parameters
+from echo_megatron.pretrain.names import communication_name
 from echo_megatron.pretrain.preflight import Plan
 from echo_megatron.pretrain.run_log import tokens_per_second
-from echo_megatron.pretrain.schema import PretrainConfig, communication_name
+from echo_megatron.pretrain.schema import PretrainConfig
 from echo_megatron.run_folder import RunFolder, write_atomic
 
 

@@ -1,7 +1,8 @@
 """The options of a pretraining run as Hydra structured configs; names, types, ranges and combinations are checked.
 
 Misspelt keys and wrong types fail in Hydra, against these dataclasses; ranges in `__post_init__`; what concerns several
-groups in `validate`. `register_configs` puts the schemas and the `tp_comm` presets into Hydra's ConfigStore.
+groups in `schema_checks.validate`. `register_configs` puts the schemas and the `tp_comm` presets into Hydra's
+ConfigStore.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from echo_megatron.config import PRESETS, Direction, EchoConfig
-from echo_megatron.reference import check_scattered_residual
+from echo_megatron.config import PRESETS, EchoConfig
 
 
 class Device(Enum):
@@ -285,107 +285,6 @@ def _refuse_unknown(node: Any, schema: type, prefix: str) -> None:
             _refuse_unknown(node[key], factory, f"{prefix}{key}.")
 
 
-def validate(config: PretrainConfig) -> None:
-    """Check what concerns several groups of options.
-
-    Raises:
-        ValueError: no data or too many, parallel sizes that do not divide the model, a warm-up longer than the run, or
-            nothing to inspect.
-    """
-    model, data, trainer = config.model, config.data, config.trainer
-    if (data.folder is None) == (not data.train):
-        raise ValueError(
-            "data: expected either data.folder (prepared tokens) or data.train (prefixes of indexed datasets), "
-            f"got folder={data.folder!r} and train={data.train!r}"
-        )
-    if data.folder is not None and (data.validation or data.split is not None):
-        raise ValueError("data.validation, data.split: expected neither with data.folder, which has its own")
-    if data.folder is None and bool(data.validation) == (data.split is not None):
-        raise ValueError(
-            "data: expected either data.validation (prefixes) or data.split (e.g. '99,1') with data.train, "
-            f"got validation={data.validation!r} and split={data.split!r}"
-        )
-    tp, pp = trainer.tensor_parallel, trainer.pipeline_parallel
-    for name, value in (
-        ("model.num_attention_heads", model.num_attention_heads),
-        ("model.num_query_groups", model.num_query_groups),
-        ("model.ffn_hidden_size", model.ffn_hidden_size),
-        ("data.padded_vocab_size", data.padded_vocab_size),
-    ):
-        if value % tp:
-            raise ValueError(
-                f"{name}: expected a multiple of trainer.tensor_parallel={tp}, got {value}; change one of the two"
-            )
-    if trainer.sequence_parallel:
-        _check_sequence_parallel(config)
-    if model.num_layers % pp:
-        raise ValueError(
-            f"model.num_layers: expected a multiple of trainer.pipeline_parallel={pp}, got {model.num_layers}; "
-            "change one of the two"
-        )
-    if trainer.inspect_every and (tp == 1 or not config.tp_comm.quantizes):
-        what = "trainer.tensor_parallel=1" if tp == 1 else "tp_comm=nccl"
-        raise ValueError(
-            f"trainer.inspect_every: expected 0 with {what}, got {trainer.inspect_every}: no all-reduce is quantized, "
-            "so there is nothing to measure"
-        )
-    if config.optim.warmup_steps >= trainer.max_steps:
-        raise ValueError(
-            f"optim.warmup_steps: expected fewer than trainer.max_steps={trainer.max_steps}, "
-            f"got {config.optim.warmup_steps}; shorten the warm-up or train longer"
-        )
-
-
-def _check_sequence_parallel(config: PretrainConfig) -> None:
-    tp, length = config.trainer.tensor_parallel, config.model.sequence_length
-    if tp == 1:
-        raise ValueError(
-            "trainer.sequence_parallel: expected false with trainer.tensor_parallel=1, got true: the ranks that would "
-            "share a sequence are the tensor-parallel ones"
-        )
-    if length % tp:
-        raise ValueError(
-            f"model.sequence_length: expected a multiple of trainer.tensor_parallel={tp} with "
-            f"trainer.sequence_parallel=true, got {length}; change one of the three"
-        )
-    if config.tp_comm.quantizes:
-        for direction in config.tp_comm.directions:
-            check_scattered_residual(config.tp_comm, direction)
-
-
-def tp_comm_name(config: EchoConfig) -> str:
-    """What reports call a communication: the nearest preset and what differs from it, e.g. `echo4 eta=0.0`."""
-    if not config.quantizes:
-        return "nccl"
-    config = _without_given_defaults(config)
-
-    def differences(preset: str) -> list[str]:
-        other = vars(EchoConfig.preset(preset))
-        return [name for name, value in vars(config).items() if value != other[name]]
-
-    nearest = min((name for name in PRESETS if name != "nccl"), key=lambda name: len(differences(name)))
-    values = (f"{name}={_plain(getattr(config, name))}" for name in differences(nearest))
-    return " ".join((nearest, *values))
-
-
-def _without_given_defaults(config: EchoConfig) -> EchoConfig:
-    """Coefficients that are given as they would be without are left out."""
-    names = ("eta", "beta1", "beta2")
-    defaults = config.replace(**dict.fromkeys(names))
-    given = [
-        name
-        for name in names
-        if all(getattr(defaults.feedback_of(direction), name) == getattr(config, name) for direction in Direction)
-    ]
-    return config.replace(**dict.fromkeys(given))
-
-
-def communication_name(config: PretrainConfig) -> str:
-    """What reports call the tensor-parallel communication of a run: `echo4`, or `echo4 sequence_parallel`."""
-    words = (tp_comm_name(config.tp_comm), *(["sequence_parallel"] if config.trainer.sequence_parallel else []))
-    return " ".join(words)
-
-
 def register_configs() -> None:
     """Register the schemas and the `tp_comm` presets with Hydra; the YAML files under configs/ start from them."""
     from hydra.core.config_store import ConfigStore
@@ -398,14 +297,6 @@ def register_configs() -> None:
     store.store(group="trainer", name="schema", node=TrainerConfig)
     for name in PRESETS:
         store.store(group="tp_comm", name=f"preset_{name}", node=EchoConfig.preset(name))
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list):
-        return "+".join(_plain(item) for item in value)
-    return str(value)
 
 
 def _require_at_least(name: str, value: int, lower: int) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from echo_megatron import ops
 from echo_megatron.compensator import Compensator
 from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, Residual
 from echo_megatron.sites import Site
@@ -18,10 +15,8 @@ from echo_megatron.transports.consensus import ConsensusUpdate
 from echo_megatron.transports.p2p_plans import Plan, SharePlan, plan_all_reduce, plan_shares
 from echo_megatron.transports.protocol import CommunicationError, Reduced
 from echo_megatron.transports.tiled_state import read_correction, read_scattered_correction
-from echo_megatron.tuning import Choice, Table, load_table
-from echo_megatron.workspace import SymmetricWorkspace, Workspace, all_or_none, gather_numbers, host_number
-
-logger = logging.getLogger(__name__)
+from echo_megatron.tuning import Choice, Table
+from echo_megatron.workspace import SymmetricWorkspace, Workspace
 
 _STAGES = ("push", "gather", "rescale")
 _TIMEOUT, _MISMATCH = 1, 2  # cuda/arguments.cuh, Failure; 3 is a peer that gave up
@@ -326,69 +321,6 @@ class P2PTransport:
         if update is None:
             update = self._updates[site.numbers[1]] = ConsensusUpdate(self._device, self._updates_beside)
         return update
-
-
-def why_unavailable(group: dist.ProcessGroup) -> str | None:
-    """Why this rank cannot use the p2p transport, or None; then the ranks must still agree."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA GPU"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"the GPU's compute capability {torch.cuda.get_device_capability()} is below 8.0"
-    try:
-        ops.load()
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
-        return str(error) or type(error).__name__
-    return None
-
-
-def agree(group: dist.ProcessGroup) -> str | None:
-    """Why the group cannot use the p2p transport, the same answer on every rank, or None. Collective."""
-    reason = why_unavailable(group)
-    if reason is not None:
-        logger.warning("echo: rank %d cannot use the p2p transport: %s", group.rank(), reason)
-    unable = [rank for rank, bad in enumerate(gather_numbers(group, int(reason is not None))) if bad]
-    if unable:
-        return (
-            f"rank {unable[0]} cannot: {reason}" if group.rank() in unable else f"rank {unable[0]} cannot (see its log)"
-        )
-    if len(set(gather_numbers(group, host_number()))) > 1:
-        return "the ranks are on several hosts"
-    device = torch.cuda.current_device()
-    identities = gather_numbers(group, device_number(device))
-    if len(set(identities)) < len(identities):
-        return "two ranks share a GPU"
-    visible = {device_number(other): other for other in range(torch.cuda.device_count())}
-    blocked = [
-        number
-        for number in identities
-        if number in visible
-        and visible[number] != device
-        and not torch.cuda.can_device_access_peer(device, visible[number])
-    ]
-    if any(gather_numbers(group, int(bool(blocked)))):
-        return "the GPUs have no peer access to each other"
-    return None
-
-
-def connect(group: dist.ProcessGroup, config: EchoConfig) -> P2PTransport:
-    """The group's transport over PyTorch symmetric memory. Collective; the ranks must have `agree`d.
-
-    Raises:
-        CommunicationError: memory could not be allocated or mapped, or the ranks' tuning tables differ; on all ranks.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    name = torch.cuda.get_device_name(device)
-    table: Table = all_or_none(group, "read its tuning table", lambda: load_table(name))
-    if len(set(gather_numbers(group, table.fingerprint()))) > 1:
-        raise CommunicationError(
-            "p2p transport: the ranks have different tuning tables; write them anew with echo-megatron bench --tune"
-        )
-    return P2PTransport(SymmetricWorkspace(group, device, config), config, table)
-
-
-def device_number(device: int) -> int:
-    """The GPU's identity, which no permutation of CUDA_VISIBLE_DEVICES changes, as a number."""
-    return int(str(torch.cuda.get_device_properties(device).uuid).replace("-", "")[-14:], 16)
 
 
 def _is_capturing() -> bool:

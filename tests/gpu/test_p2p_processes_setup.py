@@ -61,7 +61,7 @@ def fall_back_together(rank, world_size, where):
     """Rank 1 cannot: all ranks take the collective transport, or all raise where p2p is asked for."""
     from torch.distributed import _symmetric_memory
 
-    from echo_megatron.transports import p2p
+    from echo_megatron.transports import p2p_setup
 
     rendezvous = _symmetric_memory.rendezvous
 
@@ -70,7 +70,7 @@ def fall_back_together(rank, world_size, where):
         raise RuntimeError("mapping resources failed")
 
     if rank == 1 and where == "agree":
-        p2p.why_unavailable = lambda group: "no peer access (injected)"
+        p2p_setup.why_unavailable = lambda group: "no peer access (injected)"
     if rank == 1 and where == "map":
         _symmetric_memory.rendezvous = failing_rendezvous
     name = choose(rank, world_size, "collective")
