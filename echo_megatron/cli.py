@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from echo_megatron.package_folders import package_folder
+
 USAGE = """usage: echo-megatron COMMAND …
 
   pretrain [GROUP=OPTION] [KEY=VALUE] …   pretrain a GPT; e.g. experiment=quickstart tp_comm=echo4 trainer.max_steps=100
@@ -36,13 +38,7 @@ def config_dir() -> Path:
     Raises:
         FileNotFoundError: it is in neither place.
     """
-    package = Path(__file__).resolve().parent
-    for folder in (package / "configs", package.parent / "configs"):
-        if (folder / "pretrain.yaml").is_file():
-            return folder
-    raise FileNotFoundError(
-        f"configs/pretrain.yaml: expected in {package} or {package.parent}; install the package again"
-    )
+    return package_folder("configs", "configs", ("pretrain.yaml",))
 
 
 def pretrain(arguments: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from echo_megatron.config import QUANTIZED_BITS, Policy
+from echo_megatron.package_folders import package_folder
 
 # The quantizer's arithmetic is one FP32 rounding an operation: no contraction, no approximate division, no flush.
 HOST_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-ffp-contract=off,-Wall,-Wno-unknown-pragmas")
@@ -37,11 +38,7 @@ def source_folder() -> Path:
     Raises:
         FileNotFoundError: they are in neither place.
     """
-    package = Path(__file__).resolve().parent
-    for folder in (package / "cuda", package.parent / "cuda"):
-        if (folder / "layout.cuh").is_file():
-            return folder
-    raise FileNotFoundError(f"cuda/layout.cuh: expected in {package} or {package.parent}; install the package again")
+    return package_folder("cuda", "cuda", ("layout.cuh",))
 
 
 def read_sources(folder: Path | None = None) -> dict[str, str]:

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from echo_megatron.package_folders import package_folder
+
 GPUS_FILE = Path(__file__).with_name("plan_gpus.json")
 MEASURED_GPU = "h200"
 RESULTS = ("all_reduce_h200x2", "sequence_parallel_h200x2", "step_h200x2", "kernel_profile_h200")
@@ -89,14 +91,9 @@ def results_folder() -> Path:
     Raises:
         FileNotFoundError: they are in neither place.
     """
-    package = Path(__file__).resolve().parent
-    for folder in (package / "results", package.parent / "docs" / "results"):
-        if all((folder / f"{name}.json").is_file() for name in RESULTS):
-            return folder
-    raise FileNotFoundError(
-        f"{', '.join(RESULTS)}: expected these results in {package / 'results'} or "
-        f"{package.parent / 'docs' / 'results'}; install the package again, or name their folder with --results"
-    )
+    files = tuple(f"{name}.json" for name in RESULTS)
+    remedy = "install the package again, or name their folder with --results"
+    return package_folder("results", "docs/results", files, remedy)
 
 
 class Measured:
