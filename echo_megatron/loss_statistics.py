@@ -1,6 +1,7 @@
 """Statistics of a comparison: windows, moving averages, arms of several seeds, and whether two arms differ at all."""
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -253,7 +254,8 @@ def _options(run: LossRun) -> dict[str, Any]:
 
 def _labels(arms: list[list[LossRun]]) -> list[str]:
     """The name of the communication; then what tells equal labels apart; then the run's name."""
-    labels = [_label(group[0]) for group in arms]
+    shared = shared_options([run for group in arms for run in group])
+    labels = [_label(group[0], shared) for group in arms]
     for label in {label for label in labels if labels.count(label) > 1}:
         places = [place for place, found in enumerate(labels) if found == label]
         described = [_description(arms[place][0]) for place in places]
@@ -267,6 +269,15 @@ def _labels(arms: list[list[LossRun]]) -> list[str]:
     ]
 
 
+def shared_options(runs: Sequence[LossRun]) -> list[str]:
+    """Options, `min_bytes=16384`, that every Echo arm has, where there are several; labels leave them out."""
+    names = dict.fromkeys(run.tp_comm for run in runs if run.tp_comm is not None)
+    echo = [words for words in map(str.split, names) if words[0] != "nccl"]
+    if len(echo) < 2:
+        return []
+    return [word for word in echo[0] if "=" in word and word not in _WORDS and all(word in words for words in echo)]
+
+
 _WORDS = {
     "eta=0": "without compensation",
     "eta=0.0": "without compensation",
@@ -278,11 +289,11 @@ _DEFAULTS: Any = OmegaConf.to_container(OmegaConf.structured(EchoConfig()), enum
 _AVERAGES = {f"{name}={value}" for name, value in vars(PAPER_FEEDBACK).items()}
 
 
-def _label(run: LossRun) -> str:
+def _label(run: LossRun, shared: Collection[str] = ()) -> str:
     """What `tp_comm` says, shorter; it does not name the averages where they were the local residual's default."""
     if run.tp_comm is None:
         return run.name
-    words = run.tp_comm.split()
+    words = [word for word in run.tp_comm.split() if word not in shared]
     options = _options(run)
     if options.get("residual") == "local" and vars(PAPER_FEEDBACK).items() <= options.items():
         words = [word for word in words if word not in _AVERAGES]

@@ -8,7 +8,16 @@ from typing import Any
 
 from echo_megatron import provenance
 from echo_megatron.loss_runs import LossRun
-from echo_megatron.loss_statistics import Arm, Statistic, Windows, all_differences, loss_at, tail_difference, tail_loss
+from echo_megatron.loss_statistics import (
+    Arm,
+    Statistic,
+    Windows,
+    all_differences,
+    loss_at,
+    shared_options,
+    tail_difference,
+    tail_loss,
+)
 
 MISSING = "n/a"
 
@@ -173,6 +182,8 @@ def _remarks(runs: list[LossRun], windows: Windows) -> list[str]:
     for name, consequence in (("machine", ", so tokens/s do not compare"), ("versions", ""), ("commit", "")):
         if len({str(run.record[name]) for run in runs if name in run.record}) > 1:
             remarks.append(f"The runs differ in {name}{consequence}; see the list of runs.")
+    if shared := shared_options(runs):
+        remarks.append(f"Every Echo arm has {', '.join(shared)}.")
     if any(run.facts["precision"] == "fp32" for run in runs):
         remarks.append(
             "In fp32 uncompressed communication sends 32 bits a value; against bf16 the ratios would double."

@@ -53,18 +53,23 @@ class Block:
 def quickstart(results: Results, folder: str) -> list[str]:
     """Losses, bytes and speed of the arms; differences with their noise; remarks."""
     lines = _loss_lines(results, {"max lr", "steps", "step 1000"})
-    notes = [entry["sentence"] for entry in results["differences"]] + list(results["remarks"])
-    return [*lines, *(f"- {note}" for note in notes), "", _runs_provenance(results["runs"], f"{folder}/quickstart")]
+    notes = [*_against_baseline(results), *results["remarks"]]
+    stem = f"{folder}/quickstart"
+    return [
+        *lines,
+        *(f"- {note}" for note in notes),
+        "",
+        f"[All differences]({stem}.md). {_runs_provenance(results['runs'], stem)}",
+    ]
 
 
 def training_study(results: Results, folder: str) -> list[str]:
     """Losses of the arms over seeds, and what each differs from 16 bits by."""
     left_out = {"seeds", "max lr", "steps", "step 1000", "TP bytes sent per rank", "tokens/s"}
-    against_16bit = [entry for entry in results["differences"] if entry["other"] == results["baseline"]]
     stem = f"{folder}/training_study"
     return [
         *_loss_lines(results, left_out),
-        *(f"- {entry['sentence']}" for entry in against_16bit),
+        *(f"- {sentence}" for sentence in _against_baseline(results)),
         "",
         f"[All differences]({stem}.md). {_runs_provenance(results['runs'], stem)}",
     ]
@@ -105,6 +110,10 @@ def step_h200x2(results: Results, folder: str) -> list[str]:
         "",
         f"[All settings, calls in place, memory]({folder}/step_h200x2.md). {provenance_lines(results)[0]}",
     ]
+
+
+def _against_baseline(results: Results) -> list[str]:
+    return [entry["sentence"] for entry in results["differences"] if entry["other"] == results["baseline"]]
 
 
 def _loss_lines(results: Results, left_out: set[str]) -> list[str]:
@@ -248,7 +257,7 @@ def sequence_parallel_h200x2(results: Results, folder: str) -> list[str]:
 ALL_REDUCE = "torchrun --nproc-per-node 2 scripts/bench_all_reduce.py --out docs/results --name all_reduce_h200x2"
 BLOCKS = {
     "quickstart": Block(
-        quickstart, "make quickstart ABLATION=1 && cp runs/quickstart/comparison.json docs/results/quickstart.json"
+        quickstart, "make quickstart ABLATION=1 SP=1 && cp runs/quickstart/comparison.json docs/results/quickstart.json"
     ),
     "training_study": Block(
         training_study, "torchrun --nproc-per-node 2 scripts/training_study.py --results docs/results"

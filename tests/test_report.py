@@ -191,6 +191,23 @@ def test_options_make_arms_and_tell_labels_apart(tmp_path: Path) -> None:
     assert [arm.label for arm in group_arms([load_run(run) for run in repeats])] == ["nccl (first)", "nccl (again)"]
 
 
+def test_an_option_of_every_echo_arm_is_said_once(tmp_path: Path) -> None:
+    """Labels stay short enough for a figure's legend."""
+    names = (
+        "nccl",
+        "echo4 min_bytes=16384",
+        "echo4 eta=0.0 min_bytes=16384",
+        "echo4 min_bytes=16384 sequence_parallel",
+    )
+    runs = [write_run(tmp_path / str(idx), tp_comm=name) for idx, name in enumerate(names)]
+    report = compare(runs, tmp_path / "out").report
+    labels = [arm["label"] for arm in report["arms"]]
+    assert labels == ["nccl", "echo4", "echo4 without compensation", "echo4 with SP"]
+    assert "Every Echo arm has min_bytes=16384." in report["remarks"]
+    (one,) = group_arms([load_run(runs[1])])
+    assert one.label == "echo4 min_bytes=16384"
+
+
 def test_runs_of_several_versions_are_told_apart_by_what_was_in_effect(tmp_path: Path) -> None:
     """Averages were the default once and nobody named them; 16 bits are the same whatever else is recorded."""
     averages = {"eta": 0.75, "a": 0.35, "beta1": 0.7, "beta2": 0.3}
