@@ -147,7 +147,7 @@ class TestTraining:
         assert {tag.split("/")[1] for tag in tags} == {"forward", "backward"}
         assert {event.step for tag in tags for event in events.Scalars(tag)} == {2}
         errors = [event.value for tag in tags if tag.endswith("/relative_error") for event in events.Scalars(tag)]
-        assert len(errors) == 2 * 4 and all(0 < error < 0.5 for error in errors)
+        assert len(errors) == 2 * 4 and all(0 < error < 1 for error in errors)
 
         # Megatron-LM without Echo goes on from there: what the checkpoint holds needs no Echo.
         back = ["--load", str(tmp_path / "saved"), "--train-iters", "4"]
