@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
-from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, TransportName
+from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, Feedback, TransportName
 from echo_megatron.reference import check_dtype, check_group, check_scattered_residual, check_shares
 from echo_megatron.replay import ReplayCache, inside_backward
 from echo_megatron.sites import PassClock, Site
@@ -68,10 +68,10 @@ class Communicator:
         config = self.config
         by_message = self.transport.algorithm is Algorithm.auto
         why = "chosen by message" if by_message else f"at {self.group.size()} ranks"
+        feedback = _by_direction(lambda direction: _feedback(config.feedback_of(direction)))
+        state_dtypes = _by_direction(lambda direction: config.state_dtype_of(direction).name)
         compensation = (
-            f"{_residuals(config)}, {_feedback(config)}, {_state_dtypes(config)} state"
-            if config.compensates
-            else "no compensation"
+            f"{_residuals(config)}, {feedback}, {state_dtypes} state" if config.compensates else "no compensation"
         )
         return (
             f"echo: {config.bits}-bit {config.policy.name} (groups of {config.group_size}), "
@@ -247,16 +247,13 @@ def _residuals(config: EchoConfig) -> str:
     return f"{forward} residual" if forward == backward else f"{forward} residual forward and {backward} backward"
 
 
-def _feedback(config: EchoConfig) -> str:
-    forward, backward = (
-        f"eta {feedback.eta:g}" + ("" if feedback.is_memoryless else f" betas {feedback.beta1:g}, {feedback.beta2:g}")
-        for feedback in map(config.feedback_of, Direction)
-    )
-    return forward if forward == backward else f"{forward} forward and {backward} backward"
+def _feedback(feedback: Feedback) -> str:
+    averages = "" if feedback.is_memoryless else f" betas {feedback.beta1:g}, {feedback.beta2:g}"
+    return f"eta {feedback.eta:g}{averages}"
 
 
-def _state_dtypes(config: EchoConfig) -> str:
-    forward, backward = (config.state_dtype_of(direction).name for direction in Direction)
+def _by_direction(words: Callable[[Direction], str]) -> str:
+    forward, backward = map(words, Direction)
     return forward if forward == backward else f"{forward} forward and {backward} backward"
 
 

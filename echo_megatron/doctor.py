@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from echo_megatron.arguments import positive, positive_number
 from echo_megatron.bench.step_models import MODELS
 from echo_megatron.config import MAX_WORLD_SIZE
 from echo_megatron.doctor_checks import Finding, check_machine, check_run, exit_status
@@ -29,13 +30,13 @@ EXPECTED = ["setting", "one all-reduce, ms", "NCCL / it", "saved a forward pass,
 
 def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("--hidden", type=_positive, default=DEFAULT.hidden, help="default %(default)s: Qwen3-0.6B")
-    parser.add_argument("--layers", type=_positive, default=DEFAULT.num_layers, help="default %(default)s")
+    parser.add_argument("--hidden", type=positive, default=DEFAULT.hidden, help="default %(default)s: Qwen3-0.6B")
+    parser.add_argument("--layers", type=positive, default=DEFAULT.num_layers, help="default %(default)s")
     parser.add_argument(
-        "--tokens", type=_positive, default=DEFAULT.batch * DEFAULT.sequence,
+        "--tokens", type=positive, default=DEFAULT.batch * DEFAULT.sequence,
         help="of one forward pass: sequences x length; default %(default)s",
     )  # fmt: skip
-    parser.add_argument("--ranks", type=_positive, metavar="P", help="default all GPUs here, or 2")
+    parser.add_argument("--ranks", type=positive, metavar="P", help="default all GPUs here, or 2")
     parser.add_argument("--step-ms", type=_seconds, help="a 16-bit training step that you measured, for the speed-up")
     parser.add_argument("--seconds", type=_seconds, default=10.0, help="of timing, about; default %(default)g")
     parser.add_argument("--no-run", action="store_true", help="leave out self-test and measurement")
@@ -143,20 +144,8 @@ def _say(options: argparse.Namespace, line: str) -> None:
         print(f"{line} …", file=sys.stderr, flush=True)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86400:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
+    return positive_number(text, below=86400)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from echo_megatron import plan_tables, provenance
+from echo_megatron.arguments import positive, positive_number
 from echo_megatron.bench.rows import parse_size
 from echo_megatron.bench.step_models import MODELS as BENCH_MODELS
 from echo_megatron.bench.step_models import ModelShape
@@ -75,15 +76,19 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
         ("sequence", "tokens of a sequence"),
     ):
         dest = "num_layers" if name == "layers" else None
-        parser.add_argument(f"--{name}", type=_positive, dest=dest, help=f"{what}; default the model's")
+        parser.add_argument(f"--{name}", type=positive, dest=dest, help=f"{what}; default the model's")
     parser.add_argument("--ranks", nargs="+", type=_ranks, default=[2, 4, 8], metavar="P", help="default 2 4 8")
     parser.add_argument("--gpu", choices=list(gpus()), default=MEASURED_GPU)
-    parser.add_argument("--wire-gb-per-s", type=_rate, help="measured on your machine, in place of the GPU's")
-    parser.add_argument("--hbm-gb-per-s", type=_rate, help="likewise; docs/bench.md says how both are measured")
+    parser.add_argument("--wire-gb-per-s", type=positive_number, help="measured on your machine, in place of the GPU's")
+    parser.add_argument(
+        "--hbm-gb-per-s", type=positive_number, help="likewise; docs/bench.md says how both are measured"
+    )
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--sequence-parallel", choices=list(SEQUENCE_PARALLEL), default="no")
     parser.add_argument("--transport", choices=("p2p", "collective"), default="p2p", help="collective: no times")
-    parser.add_argument("--step-ms", type=_rate, help="a 16-bit step that you measured, for one model and one P")
+    parser.add_argument(
+        "--step-ms", type=positive_number, help="a 16-bit step that you measured, for one model and one P"
+    )
     parser.add_argument("--sizes", nargs="+", type=_size, default=[], help="one collective's times, e.g. 64M 1G")
     parser.add_argument("--errors", action="store_true", help="the model's error on measured points")
     parser.add_argument("--results", type=Path, help="folder of measured results; default the ones that came along")
@@ -263,26 +268,10 @@ def _show(results: dict[str, Any], with_errors: bool) -> None:
     print(plan_tables.summary_line(results["errors"]))
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)
-
-
 def _ranks(text: str) -> int:
     if not text.isdecimal() or not 2 <= int(text) <= MAX_WORLD_SIZE:
         raise argparse.ArgumentTypeError(f"expected 2 to {MAX_WORLD_SIZE} ranks, got {text!r}")
     return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
 
 
 def _size(text: str) -> int:

@@ -117,12 +117,6 @@ def _on_rank(run: Run, device: torch.device, load: Load | None, timeout_s: float
         dist.destroy_process_group()
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)
-
-
 def load_percent(text: str) -> int:
     if not text.isdecimal() or int(text) > 100:
         raise argparse.ArgumentTypeError(f"expected a duty cycle of 0 to 100 per cent, got {text!r}")

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from echo_megatron.arguments import positive, positive_number
 from echo_megatron.bench import paper_combine, paper_page
-from echo_megatron.bench.launch import load_percent, positive
+from echo_megatron.bench.launch import load_percent
 from echo_megatron.bench.paper_parts import (
     DONE,
     MODELS,
@@ -55,7 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=list(WEIGHTS), default=list(WEIGHTS), help="default all")
     parser.add_argument("--ranks", type=positive, metavar="P", help="default all GPUs, on a CPU 2")
-    parser.add_argument("--budget-s", type=_seconds, default=540.0, help="of the whole run; default %(default)g")
+    parser.add_argument("--budget-s", type=positive_number, default=540.0, help="of the whole run; default %(default)g")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses with tiny sizes")
     parser.add_argument("--models", nargs="+", choices=list(ALL_MODELS), help="of Table 3; default the paper's two")
     parser.add_argument("--loads", nargs="+", type=load_percent, help="of Table 3, per cent; default 0 50 75 100")
@@ -251,13 +252,3 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _end(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return seconds

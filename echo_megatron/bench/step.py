@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from echo_megatron.bench.launch import add_run_options, launch, load_percent, positive
+from echo_megatron.arguments import positive
+from echo_megatron.bench.launch import add_run_options, launch, load_percent
 from echo_megatron.bench.step_load import Load
 from echo_megatron.bench.step_models import DEFAULT_MODELS, MODELS
 from echo_megatron.bench.step_timing import Ranks
