@@ -138,7 +138,8 @@ def render(study: Study, folder: Path, results: Path, scratch: Path) -> None:
     baseline = next(iter(study.arms))
     if len(runs) < 2 or not runs[0].name.startswith(baseline):
         raise ValueError(f"{folder}: expected runs of {baseline} and of another arm, got {[run.name for run in runs]}")
-    made = compare(runs, scratch, baseline=runs[0].name)
+    # Of a study that is not whole some arms have fewer seeds; differences are then of the seeds that both arms have.
+    made = compare(runs, scratch, baseline=runs[0].name, allow_different=("seed",))
     made.show()
     report = dict(made.report)
     if study.paper:
@@ -184,8 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results-name", metavar="NAME", help="of its files in there; default the study's")
     parser.add_argument("--render", action="store_true", help="train nothing; compare what --results has")
     parser.add_argument("--budget-s", type=float, help="seconds after which no further run starts")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every run, e.g. trainer.max_steps=200")
-    options = parser.parse_intermixed_args(arguments)
+    parser.epilog = "KEY=VALUE: for every run, e.g. trainer.max_steps=200"
+    # Overrides apart: `--seeds 1 2 KEY=VALUE` would take them for seeds.
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args([word for word in given if not _is_override(word)])
+    options.overrides = [word for word in given if _is_override(word)]
     study = STUDIES[options.study]
     if unknown := sorted(set(options.arms or ()) - set(study.arms)):
         parser.error(f"--arms: expected some of {', '.join(study.arms)}, got {', '.join(unknown)}")
@@ -203,6 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return int(bool(unfinished))
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
 
 
 def train(study: Study, options: argparse.Namespace) -> list[str]:
