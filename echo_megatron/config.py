@@ -143,8 +143,8 @@ class EchoConfig:
             holds no averages and rounds too coarsely for the consensus residual. None: compact for the local residual
             with beta1 = beta2 = 0, otherwise bf16.
         min_bytes: messages smaller than this many bytes stay at full precision: the group's own all-reduce, or the p2p
-            transport's exact sum where that is faster. None: what was measured for the transport; with p2p the size
-            up to which the exact sum takes no longer than a quantized one.
+            transport's exact sum where that is faster. None: what was measured for the transport, with p2p on
+            this GPU at this number of ranks; 4 MiB where nobody measured.
         directions: the passes whose all-reduces are quantized.
         phases: whether training passes, evaluation passes or both are quantized.
         early_bits: bits of the forward sites in the first `early_fraction` of the layers (paper Sec. 7.2), or None.

@@ -75,7 +75,7 @@ class CallTimes:
 
     def min_bytes(self, config: EchoConfig) -> int:
         """Messages of fewer bytes stay at 16 bits."""
-        return self.table.exact_below_bytes(self.world_size) if config.min_bytes is None else config.min_bytes
+        return self.table.quantized_from_bytes(self.world_size) if config.min_bytes is None else config.min_bytes
 
     def algorithm(self, config: EchoConfig, num_bytes: int, direction: Direction) -> Algorithm:
         """What the p2p transport chooses for an all-reduce."""

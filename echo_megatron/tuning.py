@@ -1,4 +1,4 @@
-"""Measured choices of the p2p transport: algorithm, grid and pipeline depth by message, and where messages stay exact.
+"""Measured choices of the p2p transport: algorithm, grid and pipeline depth by message, and which are not quantized.
 
 A table is data, one JSON for each GPU. `load_table` reads, in this order, and the first entry that fits a call decides:
 
@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ USER_FOLDER = Path("~/.cache/echo_megatron")
 MAX_BLOCKS = 1024
 MAX_DEPTH = 4  # tiles between push and reduce: the workspace's rings are for as many
 MEASURED_ITEMSIZE = 2  # thresholds are bytes of a 16-bit message
+UNMEASURED_MIN_BYTES = 4 << 20  # above any decode step's message, where NCCL's latency is hard to beat
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,15 @@ class Table:
 
     Attributes:
         entries: the first that fits a call decides.
-        exact_below: world size -> bytes (at 16 bits a value) below which a message is summed exactly.
+        exact_below: world size -> bytes (at 16 bits a value) below which the exact sum is the fastest.
+        min_bytes: world size -> bytes (likewise) below which a message is not quantized. Between the two the group's
+            own all-reduce is the fastest.
         sources: what it was read from, for the log.
     """
 
     entries: tuple[Entry, ...]
-    exact_below: Mapping[int, int]
+    exact_below: Mapping[int, int] = field(default_factory=dict)
+    min_bytes: Mapping[int, int] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
     def choose(
@@ -160,8 +164,12 @@ class Table:
         )
 
     def exact_below_bytes(self, world_size: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Messages in `dtype` of fewer bytes take no longer when they are summed exactly; 0 where that is not known."""
+        """Messages in `dtype` of fewer bytes are summed exactly in the least time; 0 where nobody measured."""
         return self.exact_below.get(world_size, 0) * dtype.itemsize // MEASURED_ITEMSIZE
+
+    def quantized_from_bytes(self, world_size: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Messages in `dtype` of fewer bytes gain nothing by being quantized; cautious where nobody measured."""
+        return self.min_bytes.get(world_size, UNMEASURED_MIN_BYTES) * dtype.itemsize // MEASURED_ITEMSIZE
 
     def fingerprint(self) -> int:
         """A number in [0, 2^63) that two tables share when they choose alike: for ranks to compare."""
@@ -171,13 +179,17 @@ class Table:
     def before(self, other: Table) -> Table:
         """This table, and `other` where this one has no answer."""
         return Table(
-            self.entries + other.entries, {**other.exact_below, **self.exact_below}, self.sources + other.sources
+            self.entries + other.entries,
+            {**other.exact_below, **self.exact_below},
+            {**other.min_bytes, **self.min_bytes},
+            self.sources + other.sources,
         )
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "exact_below_bytes": {str(size): self.exact_below[size] for size in sorted(self.exact_below)},
+            "min_bytes": {str(size): self.min_bytes[size] for size in sorted(self.min_bytes)},
             "entries": [entry.to_json() for entry in self.entries],
         }
 
@@ -191,12 +203,10 @@ class Table:
         try:
             if content["format"] != FORMAT:
                 raise ValueError(f"format: expected {FORMAT}, got {content['format']!r}")
-            exact = {int(size): int(num_bytes) for size, num_bytes in content["exact_below_bytes"].items()}
-            if bad := [size for size in exact if not 2 <= size <= MAX_WORLD_SIZE or exact[size] < 0]:
-                raise ValueError(
-                    f"exact_below_bytes: expected world sizes 2 to {MAX_WORLD_SIZE}, bytes >= 0; got {bad}"
-                )
-            return cls(tuple(Entry.from_json(entry) for entry in content["entries"]), exact, (source,))
+            exact, least = (_bytes_by_size(content, name) for name in ("exact_below_bytes", "min_bytes"))
+            if bad := [size for size in exact if exact[size] > least.get(size, UNMEASURED_MIN_BYTES)]:
+                raise ValueError(f"exact_below_bytes: expected at most min_bytes, got more for world sizes {bad}")
+            return cls(tuple(Entry.from_json(entry) for entry in content["entries"]), exact, least, (source,))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"tuning table {source}: {type(error).__name__}: {error}; delete it, or write it anew with "
@@ -206,7 +216,7 @@ class Table:
     @classmethod
     def always(cls, choice: Choice) -> Table:
         """The table that makes one choice for every call: for measuring that choice."""
-        return cls((Entry(choice),), {}, (f"always {choice.algorithm.name}, {choice.num_blocks} blocks",))
+        return cls((Entry(choice),), sources=(f"always {choice.algorithm.name}, {choice.num_blocks} blocks",))
 
 
 def gpu_slug(gpu_name: str) -> str:
@@ -239,6 +249,14 @@ def load_table(gpu_name: str) -> Table:
     for other in others:
         table = table.before(other)
     return table
+
+
+def _bytes_by_size(content: Mapping[str, Any], name: str) -> dict[int, int]:
+    """World size -> bytes; a table that was tuned before the field existed says nothing of it."""
+    found = {int(size): int(num_bytes) for size, num_bytes in content.get(name, {}).items()}
+    if bad := [size for size in found if not 2 <= size <= MAX_WORLD_SIZE or found[size] < 0]:
+        raise ValueError(f"{name}: expected world sizes 2 to {MAX_WORLD_SIZE}, bytes >= 0; got {bad}")
+    return found
 
 
 def _integer(entry: Mapping[str, Any], name: str, lowest: int, highest: int, required: bool = False) -> Any:

@@ -33,7 +33,7 @@ class TestTune:
         key = Entry(one, 2, Policy.rotated, 4, Direction.forward)
         entries = tune.thresholds(key, {1024: one, 4096: one, 16384: two, 65536: two})
         assert [(entry.choice, entry.below_bytes) for entry in entries] == [(one, 8192), (two, None)]
-        table = Table(tuple(entries), {})
+        table = Table(tuple(entries))
         assert table.choose(4096, 2, Policy.rotated, 4, Direction.forward) == one
         assert table.choose(1 << 40, 2, Policy.rotated, 4, Direction.forward) == two
 
@@ -43,8 +43,17 @@ class TestTune:
         assert tune.exact_below([{first, third}]) == math.isqrt(first * second)
         assert tune.exact_below([{second}]) == 0
 
+    def test_quantized_from_has_no_gaps_and_holds_for_all(self) -> None:
+        *_, third, second, first = tune.SIZES
+        assert tune.quantized_from([{first, second}, {first, second, third}]) == math.isqrt(second * third)
+        assert tune.quantized_from([{first, third}]) == math.isqrt(first * second)
+        assert tune.quantized_from([{second}]) > first, "never faster: no size that was measured is quantized"
+        assert tune.quantized_from([set(tune.SIZES)]) == 0
+
     def test_the_written_table_is_read(self, tmp_path: Path) -> None:
-        table = Table((Entry(Choice(Algorithm.one_shot, 16, 1)), Entry(Choice(Algorithm.two_shot, 2, 1))), {2: 4096})
+        table = Table(
+            (Entry(Choice(Algorithm.one_shot, 16, 1)), Entry(Choice(Algorithm.two_shot, 2, 1))), {2: 96}, {2: 96}
+        )
         text = tune.dump({**table.to_json(), "made_by": {"commit": "abc"}})
-        assert Table.from_json(json.loads(text), "x") == Table(table.entries, table.exact_below, ("x",))
+        assert Table.from_json(json.loads(text), "x") == Table(table.entries, {2: 96}, {2: 96}, ("x",))
         assert text.count("num_blocks") == 2 and '"depth": 1},\n  {' in text, "one entry a line"

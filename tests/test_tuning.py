@@ -47,7 +47,7 @@ def test_shipped_tables_are_read_and_written_alike(path: Path) -> None:
 
 
 def test_the_first_entry_that_fits_decides() -> None:
-    table = Table((Entry(ONE, world_size=2, bits=4, below_bytes=MIB), Entry(TWO)), {})
+    table = Table((Entry(ONE, world_size=2, bits=4, below_bytes=MIB), Entry(TWO)))
     assert table.choose(MIB - 2, *CALL) == ONE
     assert table.choose(MIB, *CALL) == TWO
     assert table.choose(2, 4, Policy.rotated, 4, Direction.forward) == TWO
@@ -55,7 +55,7 @@ def test_the_first_entry_that_fits_decides() -> None:
     assert table.choose(2 * MIB - 4, *CALL, dtype=torch.float32) == ONE, "the number of values counts"
     assert table.choose(MIB, *CALL, dtype=torch.float16) == TWO
     with pytest.raises(ValueError, match="expected an entry for 2097152 bytes, 2 ranks, rotated, 4 bits, forward"):
-        Table(table.entries[:1], {}, ("mine",)).choose(2 * MIB, *CALL)
+        Table(table.entries[:1], sources=("mine",)).choose(2 * MIB, *CALL)
 
 
 def test_exact_below_counts_values_too() -> None:
@@ -65,18 +65,31 @@ def test_exact_below_counts_values_too() -> None:
     assert table.exact_below_bytes(3) == 0
 
 
+def test_what_nobody_measured_stays_the_group_s_own() -> None:
+    """A token must not become slower than NCCL's: no decode step's message is quantized or summed by us unmeasured."""
+    step = 64 * 16384 * 2  # bytes: 64 sequences of hidden size 16,384
+    for gpu in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Some other GPU"):
+        table = load_table(gpu)
+        for world_size in range(2, MAX_WORLD_SIZE + 1):
+            assert table.quantized_from_bytes(world_size) >= step
+            if (gpu, world_size) != ("NVIDIA H200", 2):
+                assert table.exact_below_bytes(world_size) == 0
+                assert table.quantized_from_bytes(world_size, torch.float32) > 2 * step
+
+
 def test_the_user_s_table_comes_first_and_the_default_last() -> None:
     gpu = "NVIDIA H200"
     path = user_table_path(gpu)
     assert path.name == "tuning_h200.json" == f"tuning_{gpu_slug(gpu)}.json"
     shipped = load_table(gpu)
-    own = Table((Entry(Choice(Algorithm.two_shot, 7, 3), world_size=2, below_bytes=MIB),), {2: 128})
+    own = Table((Entry(Choice(Algorithm.two_shot, 7, 3), world_size=2, below_bytes=MIB),), {2: 128}, {3: 4096})
     path.parent.mkdir()
     path.write_text(json.dumps(own.to_json()))
     table = load_table(gpu)
     assert table.choose(4096, *CALL).num_blocks == 7
     assert table.choose(MIB, *CALL) == shipped.choose(MIB, *CALL)
     assert table.exact_below_bytes(2) == 128 and table.exact_below_bytes(4) == shipped.exact_below_bytes(4)
+    assert table.quantized_from_bytes(2) == shipped.quantized_from_bytes(2) and table.quantized_from_bytes(3) == 4096
     assert table.sources == ("tuning_h200.json", "h200.json", "default.json")
     assert load_table("Some other GPU").sources == ("default.json",)
 
@@ -90,9 +103,10 @@ def test_fingerprints_differ_when_choices_may() -> None:
         Table(table.entries[::-1], table.exact_below),
         Table((Entry(ONE, below_bytes=MIB + 1), Entry(TWO)), table.exact_below),
         Table(table.entries, {2: 65535}),
+        Table(table.entries, table.exact_below, {2: 65536}),
         Table.always(ONE),
     ]
-    assert len({t.fingerprint() for t in (table, *others)}) == 5
+    assert len({t.fingerprint() for t in (table, *others)}) == 6
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -114,6 +128,8 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"entries": [entry(blocks=3)]}, "unknown key blocks"),
         ({"entries": ["x"]}, "delete it"),
         ({"entries": [], "exact_below_bytes": {"1": 4}}, "expected world sizes 2 to 8"),
+        ({"entries": [], "min_bytes": {"2": -4}}, "min_bytes: expected world sizes 2 to 8, bytes >= 0; got [2]"),
+        ({"entries": [], "exact_below_bytes": {"2": 4}, "min_bytes": {"2": 2}}, "expected at most min_bytes"),
         ([], "delete it"),
     ],
 )

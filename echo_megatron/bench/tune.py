@@ -2,7 +2,9 @@
 
 For each bits and quantizer: forward, the fastest of algorithm x blocks x depth at each size; backward, the fastest of
 the same beside a matmul, as the call runs in training. A choice holds from its size up to half way, geometrically, to
-the next size. Below `exact_below_bytes` the exact sum is no slower than the quantized one by more than a tenth.
+the next size. Below `exact_below_bytes` the exact sum is no slower than the group's own, nor than the quantized one by
+more than a tenth; from `min_bytes` on the quantized one is faster than the group's own, to which what lies between is
+left.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def tune(group: dist.ProcessGroup, device: torch.device, out: Path | None) -> in
     memory = Memory(SIZES[-1], group, device)
     timer = Timer(device, warmup=5, iterations=15, max_s=0.5, barrier=memory.barrier)
     entries: list[Entry] = []
-    exact_sizes: list[set[int]] = []
+    exact_sizes, quantized_sizes = [], []
+    native = _native_times(memory, group, timer)
     for (policy, group_size), bits in itertools.product(POLICIES.items(), (4, 8)):
         config = EchoConfig(bits=bits, policy=policy, group_size=group_size)
         for direction in Direction:
@@ -56,10 +59,15 @@ def tune(group: dist.ProcessGroup, device: torch.device, out: Path | None) -> in
             key = Entry(chosen[SIZES[0]], group.size(), policy, bits, direction)
             entries += thresholds(key, chosen)
             if direction is Direction.forward:
-                exact_sizes.append(_exact_sizes(config, times, memory, group, timer))
+                exact = _exact_times(config, memory, group, timer)
+                found = {size for size, ms in exact.items() if ms <= min(times[size] * EXACT_MAY_TAKE, native[size])}
+                exact_sizes.append(found)
+                quantized_sizes.append({size for size in SIZES if times[size] < native[size]} - found)
         if group.rank() == 0:
             print(f"tuned: {policy.name} {bits} bits", flush=True)
-    table = Table(tuple(entries), {group.size(): exact_below(exact_sizes)})
+    table = Table(
+        tuple(entries), {group.size(): exact_below(exact_sizes)}, {group.size(): quantized_from(quantized_sizes)}
+    )
     if group.rank() == 0:
         gpu = torch.cuda.get_device_name(device)
         path = out or user_table_path(gpu)
@@ -117,6 +125,17 @@ def exact_below(exact_sizes: Sequence[set[int]]) -> int:
     return math.isqrt(leading[-1] * following)
 
 
+def quantized_from(quantized_sizes: Sequence[set[int]]) -> int:
+    """The threshold from which the quantized sum is the fastest in every configuration: no gap up to the largest."""
+    common = set.intersection(*quantized_sizes)
+    num_faster = len(list(itertools.takewhile(common.__contains__, reversed(SIZES))))
+    if num_faster == len(SIZES):
+        return 0
+    last_other = len(SIZES) - num_faster - 1
+    following = SIZES[last_other + 1] if num_faster else 4 * SIZES[-1]  # beyond what was measured it may be the faster
+    return math.isqrt(SIZES[last_other] * following)
+
+
 def _tune_direction(
     config: EchoConfig, direction: Direction, memory: Memory, group: dist.ProcessGroup, timer: Timer
 ) -> tuple[dict[int, Choice], dict[int, float]]:
@@ -167,12 +186,24 @@ def _backward_measure(call: EchoCall, inputs: Inputs, timer: Timer, size: int, w
     return lambda: timer.measure(step, inputs.before).ms
 
 
-def _exact_sizes(
-    config: EchoConfig, times: Mapping[int, float], memory: Memory, group: dist.ProcessGroup, timer: Timer
-) -> set[int]:
-    """Sizes at which the exact sum takes no more than `EXACT_MAY_TAKE` of the quantized one."""
+def _native_times(memory: Memory, group: dist.ProcessGroup, timer: Timer) -> dict[int, float]:
+    """Milliseconds of the group's own all-reduce at each size."""
+    times = {}
+    for size in SIZES:
+        inputs = Inputs(memory.values, size // ITEMSIZE, timer.calls, group.size())
+        inputs.fill()
+
+        def step(inputs: Inputs = inputs) -> None:
+            dist.all_reduce(inputs.next(), group=group)
+
+        times[size] = timer.measure(step, inputs.before).ms
+    return times
+
+
+def _exact_times(config: EchoConfig, memory: Memory, group: dist.ProcessGroup, timer: Timer) -> dict[int, float]:
+    """Milliseconds of the exact sum at each size up to 1 MiB."""
     call, site = EchoCall(group, config), Site(0, Direction.forward, bits=config.bits)
-    found = set()
+    times = {}
     for size in (size for size in SIZES if size <= MIB):
         inputs = Inputs(memory.values, size // ITEMSIZE, timer.calls, group.size())
         inputs.fill()
@@ -181,7 +212,6 @@ def _exact_sizes(
             x = inputs.next()
             call.communicator.exact_all_reduce(x, site, out=x)
 
-        if timer.measure(step, inputs.before).ms <= times[size] * EXACT_MAY_TAKE:
-            found.add(size)
+        times[size] = timer.measure(step, inputs.before).ms
     call.close()
-    return found
+    return times

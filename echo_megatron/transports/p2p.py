@@ -204,12 +204,12 @@ class P2PTransport:
         return self._share_plan(x, site, collective, compensates).num_sent_bytes
 
     def exact_below_bytes(self, dtype: torch.dtype) -> int:
-        """Messages of fewer bytes are summed exactly in no more time."""
+        """Messages of fewer bytes are summed exactly in the least time, by the table."""
         return self.table.exact_below_bytes(self.world_size, dtype)
 
     def min_bytes(self, dtype: torch.dtype, collective: Collective = Collective.all_reduce) -> int:
-        """As `exact_below_bytes`, of every collective: why round what costs no less."""
-        return self.exact_below_bytes(dtype)
+        """Messages of fewer bytes gain nothing by being quantized, by the table; of every collective."""
+        return self.table.quantized_from_bytes(self.world_size, dtype)
 
     def check(self) -> None:
         """Raises CommunicationError if a wait on the device was given up, here or on a peer."""

@@ -47,6 +47,7 @@ TABLE = Table(
         Entry(Choice(Algorithm.two_shot, 1000, 3)),
     ),
     {3: 1 << 14},
+    {3: 1 << 14},
     ("test",),
 )
 LOCAL = EchoConfig(timeout_s=TIMEOUT_S)
