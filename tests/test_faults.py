@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from echo_megatron.sites import Site
 from echo_megatron.transports.collective import CollectiveTransport
 from echo_megatron.transports.protocol import CommunicationError
 from tests.distributed import run_with_losses
+from tests.pages import missing_tests
 from tests.pretrain_runs import checkpoint_tensors, log_path, losses, make_config, same, train, write_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,26 +40,13 @@ KILLED = -signal.SIGKILL
 # -- the page
 
 
-def names_in(path: Path) -> set[str]:
-    """Names of a file's test functions; of those in a class with its name before."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return {name for name in names if name.split("::")[-1].startswith("test_")}
-
-
 def test_every_fault_has_a_test_that_exists() -> None:
     text = PAGE.read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| fault |")]
     assert len(rows) > 30
     for row in rows:
         assert re.search(r"`[\w/]+\.py::test_\w+`|`[\w/]+\.py::Test\w+::test_\w+`", row), f"no test: {row}"
-    named = re.findall(r"`([\w/]+\.py)::([\w:]+)`", text)
-    known = {file: names_in(ROOT / "tests" / file) for file in {file for file, _ in named}}
-    assert [f"{file}::{name}" for file, name in named if name not in known[file]] == []
+    assert missing_tests(text) == []
 
 
 def test_small_messages_are_measured_to_be_no_slower_than_nccl_s() -> None:

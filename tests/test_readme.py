@@ -6,18 +6,21 @@ import ast
 import importlib
 import json
 import re
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pages import PAGES, README, RESULTS, ROOT, tables
+from pages import PAGES, README, RESULTS, ROOT, missing_tests, tables
 from readme_examples import EXAMPLES
 
 from echo_megatron.cli import COMMANDS
+from echo_megatron.compensator import source_bound, source_variance
 from echo_megatron.config import (
     GROUP_SIZES,
+    LOCAL_FEEDBACK,
+    PAPER_FEEDBACK,
     PRESETS,
     Algorithm,
     Direction,
@@ -103,8 +106,8 @@ class TestUpdateReadme:
         assert expected in capsys.readouterr().err
 
     def test_bytes_of_the_wire_are_the_quantizer_s(self) -> None:
-        how = (ROOT / "docs" / "how_it_works.md").read_text()
-        table = {row[0]: row[1:] for row in tables(how)["part"]}
+        page = (ROOT / "docs" / "quantizers.md").read_text()
+        table = {row[0]: row[1:] for row in tables(page)["part"]}
         for idx, preset in enumerate(("echo4", "echo8", "echo4_paper", "echo8_paper")):
             config = EchoConfig.preset(preset)
             num_bytes = make_quantizer(config, config.bits).num_bytes(TILE_VALUES)
@@ -113,10 +116,47 @@ class TestUpdateReadme:
         four, eight = (
             16 / (make_quantizer(EchoConfig(bits=b), b).num_bytes(TILE_VALUES) * 8 / TILE_VALUES) for b in (4, 8)
         )
-        assert f"{four:.2f} times fewer bytes at 4 bits and {eight:.2f} times fewer at 8" in how
+        assert f"{four:.2f} times fewer bytes at 4 bits and {eight:.2f} times fewer at 8" in page
         assert "4.28 bits on the wire" in README and f"{four:.1f} times fewer bytes than BF16" in README.replace(
             "\n", " "
         )
+
+
+# -- theory ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_bounds_of_the_theory_are_the_code_s() -> None:
+    text = (ROOT / "docs" / "theory.md").read_text()
+    rows = {row[0]: row[1:] for row in tables(text)["over 56 sites"]}
+    feedbacks = {
+        "full feedback": LOCAL_FEEDBACK,
+        "the paper's coefficients": PAPER_FEEDBACK,
+        "no compensation": replace(PAPER_FEEDBACK, eta=0.0),
+    }
+    assert list(rows) == list(feedbacks)
+    for name, feedback in feedbacks.items():
+        bound, variance = (float(re.split(r"[ ;]", cell)[0]) for cell in rows[name])
+        assert bound == round(source_bound(feedback, 56, 1.0), 1)
+        assert variance == round(source_variance(feedback, 56), 1)
+    defaults = {row[0].strip("`").split("`")[0]: row[2] for row in tables(text)["residual"]}
+    for residual, feedback in ((Residual.local, LOCAL_FEEDBACK), (Residual.consensus, PAPER_FEEDBACK)):
+        assert defaults[residual.name].startswith(f"{feedback.eta:g}, {feedback.beta1:g}, {feedback.beta2:g}")
+
+
+def test_every_proved_statement_has_a_test() -> None:
+    text = (ROOT / "docs" / "theory.md").read_text()
+    rows = tables(text)["statement"]
+    assert len(rows) > 10 and all(re.search(r"`\w+\.py::test_\w+`", row[1]) for row in rows)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_tests_that_a_page_names_exist(page: Path) -> None:
+    assert missing_tests(page.read_text()) == []
+
+
+def test_the_table_of_quantizers_has_every_policy() -> None:
+    rows = tables((ROOT / "docs" / "quantizers.md").read_text())["policy"]
+    assert [row[0].strip("`") for row in rows] == list(Policy.__members__)
 
 
 # -- links and commands ------------------------------------------------------------------------------------------------
