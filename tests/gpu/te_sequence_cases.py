@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import te_models as models
@@ -13,6 +15,7 @@ from te_models import Setting
 from torch import nn
 
 from echo_megatron.config import TransportName
+from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.reference import SimulatedGroup
 
 PARALLEL = {"sequence_parallel": True}
@@ -74,14 +77,38 @@ def reference(setting: Setting) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def gathers_of_bytes() -> Iterator[list[int]]:
+    """Values of FP8 data, one byte each, in every all-gather that Echo's groups leave to the group behind them."""
+    original, found = dist.all_gather_into_tensor, []
+
+    def recording(out: torch.Tensor, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if x.element_size() == 1 and not isinstance(options.get("group"), EchoProcessGroup):
+            found.append(x.numel())
+        return original(out, x, *args, **options)
+
+    dist.all_gather_into_tensor = recording
+    try:
+        yield found
+    finally:
+        dist.all_gather_into_tensor = original
+
+
+def fp8(setting: Setting, name: str) -> dict[str, Any]:
+    found = against_stock(setting, **FP8[name])
+    with gathers_of_bytes() as gathered:
+        on_fresh(setting, echo4(setting), **PARALLEL, **FP8[name])
+    return {**found, "num_gathers_of_bytes": len(gathered)}
+
+
 @case("sp_fp8_delayed")
 def fp8_delayed(setting: Setting) -> dict[str, Any]:
-    return against_stock(setting, **FP8["delayed"])
+    return fp8(setting, "delayed")
 
 
 @case("sp_fp8_current")
 def fp8_current(setting: Setting) -> dict[str, Any]:
-    return against_stock(setting, **FP8["current"])
+    return fp8(setting, "current")
 
 
 @case("sp_recompute_full")

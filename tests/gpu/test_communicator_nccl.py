@@ -33,6 +33,16 @@ def contribution(rank, num_values, idx, dtype):
     return torch.randn(num_values, generator=generator).to(dtype)
 
 
+def check_shares(communicator, simulated, xs, site):
+    """The reduce-scatter of inputs as long as all of `xs`, and the all-gather."""
+    rank, world_size = dist.get_rank(), communicator.world_size
+    wholes = [torch.cat([xs[(peer + step) % world_size] for step in range(world_size)]) for peer in range(world_size)]
+    y = communicator.reduce_scatter(wholes[rank], site)
+    assert torch.equal(y, simulated.reduce_scatter(wholes, site)[rank]), site
+    y = communicator.all_gather(xs[rank], Site(10 + site.idx, site.direction, bits=8))
+    assert torch.equal(y, simulated.all_gather(xs, 8)), site
+
+
 def check(rank, world_size, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.cuda.set_device(rank)
@@ -48,6 +58,8 @@ def check(rank, world_size, folder):
                 y = communicator.all_reduce(contribution(rank, num_values, idx, dtype).cuda(), site)
                 xs = [contribution(peer, num_values, idx, dtype).cuda() for peer in range(world_size)]
                 assert torch.equal(y, simulated.all_reduce(xs, site)), (config, num_values, dtype, idx)
+                if config.residual is Residual.local:
+                    check_shares(communicator, simulated, xs, Site(idx, Direction.forward, bits=config.bits))
     message = "no error"
     try:
         communicator.all_reduce(torch.ones(100 + rank, device="cuda"), Site(0, Direction.forward))
