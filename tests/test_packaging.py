@@ -160,7 +160,7 @@ def pinned(lock: Path) -> dict[str, str]:
 
 class TestLocks:
     def test_there_is_one_for_each_purpose(self) -> None:
-        names = ["build", "docs", "eval", "nemo", "nemo_nodeps", "run", "study", "study_nodeps", "test"]
+        names = ["build", "eval", "nemo", "nemo_nodeps", "run", "study", "study_nodeps", "test"]
         assert [lock.stem for lock in LOCKS] == names
 
     @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
@@ -179,7 +179,7 @@ class TestLocks:
         assert run.items() <= test.items()
         assert build.items() <= test.items()
 
-    @pytest.mark.parametrize("name", ["study", "eval", "docs"])
+    @pytest.mark.parametrize("name", ["study", "eval"])
     def test_what_is_added_changes_no_version_of_the_environment_that_it_is_installed_into(self, name: str) -> None:
         test, added = (pinned(ROOT / "requirements" / f"{lock}.txt") for lock in ("test", name))
         assert {name: test[name] for name in added.keys() & test.keys()}.items() <= added.items()
