@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # As imported. In other environments, or none where documentation is built.
 FOREIGN = ("lightning", "lm_eval", "megatron.bridge", "megatron.training", "nemo", "nemo_run")
 # Modules are named one by one, because `echo_megatron` lists what it exports, which ends pdoc's own search there; of
-# other packages it then has them twice. The fields of a dataclass that inherits some are looked up in its own module alone.
+# other packages it then has them twice. The fields of a dataclass that inherits some are looked up in its own module.
 EXPECTED = re.compile(r"a module with this name has already been added|__init__\. Import of \w+ failed")
 
 
