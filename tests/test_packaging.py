@@ -1,4 +1,4 @@
-"""Installation: the Python that is found, the locked requirements, the wheel's contents, a light import."""
+"""Installation: the Python that is found, the locked requirements, what sdist and wheel hold, a light import."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -204,23 +207,83 @@ class TestLocks:
         assert {name: installed.get(name) for name in expected} == expected, "run `make venv`"
 
 
+@dataclass(frozen=True)
+class Built:
+    """What packagers make: `sdist` from a checkout, `wheel` from the sdist; and `direct`, a wheel from the checkout."""
+
+    sdist: Path
+    wheel: Path
+    direct: Path
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy, so that the checkout stays clean, and without an index: nothing is downloaded."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("echo_megatron", "configs", "cuda", "docs/results"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for name in ("pyproject.toml", *project["license-files"], project.get("readme")):
-        if name:
-            shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
-    built = subprocess.run(
-        [*command, "--wheel-dir", str(target), str(source)], capture_output=True, text=True, timeout=200
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Built from a copy, so that the checkout stays clean, without an index and without nvcc."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, source, dirs_exist_ok=True, ignore=lambda folder, names: {*names} - in_sdist(folder, names))
+    environment = {name: text for name, text in os.environ.items() if name not in ("PATH", "CUDA_HOME", "CUDA_PATH")}
+
+    def run(*command: str | Path) -> None:
+        ran = subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=source,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+    run(
+        "-c",
+        f"from setuptools.build_meta import *; build_sdist({str(target)!r}); build_wheel({str(target / 'direct')!r})",
     )
-    assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = target.glob("echo_megatron-*.whl")
-    return path
+    (sdist,) = target.glob("echo_megatron-*.tar.gz")
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", target)
+    run("-m", "pip", "wheel", *options, sdist)
+    (wheel,), (direct,) = target.glob("*.whl"), target.glob("direct/*.whl")
+    return Built(sdist, wheel, direct)
+
+
+@pytest.fixture
+def wheel(built: Built) -> Path:
+    return built.wheel
+
+
+# Beside what is in the repository a checkout has environments, caches, and what runs and builds wrote.
+FOLDERS = (".ci", "configs", "cuda", "docs", "echo_megatron", "recipes", "requirements", "scripts", "tests")
+FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml")
+
+
+def in_sdist(folder: str, names: Iterable[str]) -> set[str]:
+    """Those of a folder's entries that belong into the source distribution."""
+    if Path(folder) == ROOT:
+        return {*FOLDERS, *FILES, ".clang-format", ".pre-commit-config.yaml"}
+    return {name for name in names if name != "__pycache__" and not name.endswith((".pyc", ".so"))}
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Every file of a wheel but its list of files."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+class TestSdist:
+    def test_is_the_repository(self, built: Built) -> None:
+        expected = {name for name in in_sdist(str(ROOT), ()) if (ROOT / name).is_file()}
+        for top in FOLDERS:
+            for folder, _, names in os.walk(ROOT / top):
+                if "__pycache__" not in folder:
+                    expected |= {str((Path(folder) / name).relative_to(ROOT)) for name in in_sdist(folder, names)}
+        with tarfile.open(built.sdist) as archive:
+            files = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
+        assert expected - files == set(), "MANIFEST.in leaves them out"
+        made = {"PKG-INFO", "setup.cfg", *(name for name in files if name.startswith("echo_megatron.egg-info/"))}
+        assert files - expected - made == set()
+        assert built.sdist.stat().st_size < 8 << 20
+
+    def test_its_wheel_is_that_of_the_checkout(self, built: Built) -> None:
+        assert contents(built.wheel) == contents(built.direct)
 
 
 class TestWheel:
@@ -241,7 +304,8 @@ class TestWheel:
     def test_has_what_the_plan_is_scaled_from(self, wheel: Path) -> None:
         names = set(zipfile.ZipFile(wheel).namelist())
         results = {f"echo_megatron/results/{name}.json" for name in RESULTS}
-        assert (results | {f"echo_megatron/{GPUS_FILE.name}"}) - names == set()
+        assert {name for name in names if name.startswith("echo_megatron/results/")} == results
+        assert f"echo_megatron/{GPUS_FILE.name}" in names
 
     def test_has_every_tuning_table(self, wheel: Path) -> None:
         names = set(zipfile.ZipFile(wheel).namelist())
@@ -249,9 +313,20 @@ class TestWheel:
         assert "echo_megatron/tuning_tables/default.json" in tables
         assert tables - names == set()
 
-    def test_names_the_command_and_the_licence(self, wheel: Path) -> None:
-        with zipfile.ZipFile(wheel) as archive:
-            texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if "dist-info" in name}
+    def test_its_metadata_is_the_project_s(self, wheel: Path) -> None:
+        from packaging.metadata import parse_email
+        from packaging.requirements import Requirement
+        from packaging.specifiers import SpecifierSet
+
+        texts = {Path(name).name: text.decode() for name, text in contents(wheel).items() if "dist-info" in name}
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        metadata, _ = parse_email(texts["METADATA"])
+        assert (metadata["name"], metadata["version"]) == (project["name"], project["version"])
+        assert SpecifierSet(metadata["requires_python"]) == SpecifierSet(project["requires-python"])
+        required = [*project["dependencies"]]
+        for extra, requirements in project["optional-dependencies"].items():
+            required += [f"{requirement}; extra == '{extra}'" for requirement in requirements]
+        assert {*map(Requirement, metadata["requires_dist"])} == {*map(Requirement, required)}
         assert "echo-megatron = echo_megatron.cli:main" in texts["entry_points.txt"]
         assert "License-Expression: Apache-2.0" in texts["METADATA"]
         assert "Apache License" in texts["LICENSE"]
