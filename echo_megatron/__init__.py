@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from echo_megatron.communicator import Communicator
     from echo_megatron.integrations.megatron import Installation, install
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 __all__ = ["PRESETS", "Communicator", "EchoConfig", "Installation", "install"]
 
 # torch and megatron-core take seconds to import; a script that only reads options does not pay for them.

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from echo_megatron import __version__
 from echo_megatron.plan_machine import GPUS_FILE, RESULTS
 from echo_megatron.tuning import SHIPPED
 
@@ -321,7 +322,7 @@ class TestWheel:
         texts = {Path(name).name: text.decode() for name, text in contents(wheel).items() if "dist-info" in name}
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         metadata, _ = parse_email(texts["METADATA"])
-        assert (metadata["name"], metadata["version"]) == (project["name"], project["version"])
+        assert (metadata["name"], metadata["version"]) == (project["name"], __version__)
         assert SpecifierSet(metadata["requires_python"]) == SpecifierSet(project["requires-python"])
         required = [*project["dependencies"]]
         for extra, requirements in project["optional-dependencies"].items():
@@ -353,6 +354,15 @@ class TestWheel:
         assert configs == tmp_path / "site" / "echo_megatron" / "configs"
         assert (configs / "tp_comm" / "echo4.yaml").is_file()
         assert sources == tmp_path / "site" / "echo_megatron" / "cuda"
+
+
+def test_the_changelog_has_a_heading_for_every_release() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])
+    released = [heading.split(" ")[0] for heading in headings[1:]]
+    base, _, development = __version__.partition(".dev")
+    assert (base in released) is not bool(development), "a version is either released, with its date, or a .dev one"
 
 
 def test_import_is_light_and_opens_no_connection() -> None:
