@@ -21,7 +21,7 @@ from echo_megatron.evaluate.settings import SETS, Setting, parse_settings
 if TYPE_CHECKING:
     import torch
 
-    from echo_megatron.evaluate.models import ModelSource
+    from echo_megatron.evaluate.models import Engine, ModelSource
     from echo_megatron.evaluate.results import Results, RowKey
     from echo_megatron.evaluate.subjects import Subject
     from echo_megatron.evaluate.token_source import Tokens
@@ -60,6 +60,7 @@ def parse(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, list
     add("--batch", type=int, default=1, help="windows of a forward pass (%(default)s)")
     add("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="auto: bf16 on GPUs, fp32 on CPUs")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--engine", choices=("auto", "megatron", "transformers"), default="auto", help="of a Hugging Face model")
     add("--layers", choices=("auto", "local", "transformer_engine"), default="auto", help="of Megatron's models")
     add("--out", type=Path, default=Path("evaluations"), help="folder of the results (%(default)s)")
     add("--name", default="perplexity", help="of the results: NAME.json and NAME.md (%(default)s)")
@@ -97,8 +98,9 @@ def main(arguments: Sequence[str], prog: str = "echo-megatron evaluate") -> int:
 
 @dataclass
 class Place:
-    """Where an evaluation runs: kind of device, precision, layers, and real ranks (1: they are simulated)."""
+    """Where an evaluation runs: what computes it, kind of device, precision, layers, real ranks (1: simulated)."""
 
+    engine: Engine
     device: torch.device
     dtype: torch.dtype
     layers: Layers
@@ -125,13 +127,16 @@ class Evaluation:
         """Loads model and tokens, measures what is not there yet; returns the exit status."""
         from contextlib import nullcontext
 
-        from echo_megatron.evaluate.models import find_model, load_subject
+        from echo_megatron.evaluate.models import Engine, find_model, load_subject
         from echo_megatron.evaluate.ranks import model_parallel
 
         source = find_model(self._options.model)
         place = self._place(source)
-        with model_parallel(place.device) if source.run or not place.is_simulated else nullcontext(place.device) as at:
-            subject = load_subject(source, place.num_ranks, place.is_simulated, place.dtype, place.layers, at)
+        is_megatron = place.engine is Engine.megatron
+        with model_parallel(place.device) if is_megatron else nullcontext(place.device) as at:
+            subject = load_subject(
+                source, place.engine, place.num_ranks, place.is_simulated, place.dtype, place.layers, at
+            )
             tokens, context = self._tokens(source, subject)
             keys = self._keys(place)
             self._check(subject, keys, context)
@@ -140,6 +145,7 @@ class Evaluation:
     def _place(self, source: ModelSource) -> Place:
         import torch
 
+        from echo_megatron.evaluate.models import Engine, choose_engine
         from echo_megatron.evaluate.ranks import num_ranks, under_torchrun
         from echo_megatron.pretrain.device import resolve_layers
         from echo_megatron.pretrain.schema import Layers
@@ -155,11 +161,27 @@ class Evaluation:
             raise ValueError(f"--device cuda: expected at least {local} GPUs, got {torch.cuda.device_count()}")
         device = torch.device(kind)
         is_wide = options.precision == "fp32" or (options.precision == "auto" and kind == "cpu")
-        uses_megatron = source.run is not None or not is_simulated
+        sizes = self._world_sizes(is_simulated)
+        engine, why = choose_engine(source, Engine(options.engine), sizes, is_simulated)
+        uses_megatron = engine is Engine.megatron
         layers = resolve_layers(Layers[options.layers], device) if uses_megatron else Layers.local
         if not uses_megatron and options.layers != "auto":
             raise ValueError("--layers: expected with Megatron's models alone; this one is simulated in transformers")
-        return Place(device, torch.float32 if is_wide else torch.bfloat16, layers, num_ranks(), is_simulated)
+        if why:
+            print(f"simulated in transformers, whose last bits are not those of real ranks: {why}", file=sys.stderr)
+        return Place(engine, device, torch.float32 if is_wide else torch.bfloat16, layers, num_ranks(), is_simulated)
+
+    def _world_sizes(self, is_simulated: bool) -> list[int]:
+        """Every P of this call, once."""
+        from echo_megatron.evaluate.ranks import num_ranks
+
+        if not is_simulated:
+            return [num_ranks()]
+        sizes = list(dict.fromkeys(self._options.world_sizes or [2, 4, 8]))
+        for size in sizes:
+            if not 1 <= size <= 8:
+                raise ValueError(f"--world-sizes: expected 1 to 8 ranks, got {size}")
+        return sizes
 
     def _tokens(self, source: ModelSource, subject: Subject) -> tuple[Tokens, int]:
         from echo_megatron.evaluate.data import resolve
@@ -174,15 +196,10 @@ class Evaluation:
         """P by P inside a setting; a run that is cut then has the first settings at every P."""
         from echo_megatron.evaluate.results import RowKey
 
-        sizes = (self._options.world_sizes or [2, 4, 8]) if place.is_simulated else [place.num_ranks]
         if not place.is_simulated and place.num_ranks == 1:
             raise ValueError("torchrun started one process: expected 2 to 8 ranks, or no torchrun to simulate them")
-        for size in sizes:
-            if not 1 <= size <= 8:
-                raise ValueError(f"--world-sizes: expected 1 to 8 ranks, got {size}")
-        return [
-            RowKey(setting, size, place.is_simulated) for setting in self._settings for size in dict.fromkeys(sizes)
-        ]
+        sizes = self._world_sizes(place.is_simulated)
+        return [RowKey(setting, size, place.is_simulated) for setting in self._settings for size in sizes]
 
     def _check(self, subject: Subject, keys: list[RowKey], context: int) -> None:
         """What a row would refuse is refused before the first is measured."""

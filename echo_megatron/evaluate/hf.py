@@ -52,7 +52,7 @@ def load_hf(
         ValueError: anything in config.json that is not understood; files or tensors missing, unexpected, truncated or
             of another shape or type; sizes that the tensor-parallel size does not divide.
     """
-    folder = _folder(folder_or_name)
+    folder = checkpoint_folder(folder_or_name)
     config = read_config(folder / "config.json")
     tp, rank = check_parallel(config), parallel_state.get_tensor_model_parallel_rank()
     shapes = hf_shapes(config)
@@ -120,8 +120,12 @@ def save_hf(
     _raise_on_every_rank(failure)
 
 
-def _folder(folder_or_name: str | Path) -> Path:
-    """The folder itself, or where the hub's client has put the files of owner/name."""
+def checkpoint_folder(folder_or_name: str | Path) -> Path:
+    """The folder itself, or where the hub's client has put the files of owner/name.
+
+    Raises:
+        ValueError: neither; or the hub did not give it.
+    """
     folder = Path(folder_or_name)
     if folder.is_dir():
         return folder

@@ -18,6 +18,11 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+def has_safetensors(folder: Path) -> bool:
+    """Whether there is a file for `CheckpointReader` to open, whole or not."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
 class CheckpointReader:
     """Opens `model.safetensors`, or the files that `model.safetensors.index.json` names; a context manager.
 

@@ -1,16 +1,28 @@
-"""Finds what `--model` names and makes a subject of it."""
+"""Finds what `--model` names, chooses what computes it, and makes a subject of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from echo_megatron.evaluate.checkpoint import RunCheckpoint, find_checkpoint, is_run, load_run
+from echo_megatron.evaluate.hf_config import read_config
+from echo_megatron.evaluate.hf_files import has_safetensors
 from echo_megatron.evaluate.subjects import MegatronSubject, Subject, TransformersSubject
 from echo_megatron.pretrain.schema import Layers
+
+
+class Engine(Enum):
+    """What computes the model."""
+
+    auto = "auto"  # megatron where it can, else transformers
+    megatron = "megatron"  # as P real ranks compute it, bit for bit
+    transformers = "transformers"  # any model with the two linears; the last bits are its own
 
 
 @dataclass(frozen=True)
@@ -24,11 +36,6 @@ class ModelSource:
 
     text: str
     run: RunCheckpoint | None
-
-    @property
-    def needs_megatron(self) -> bool:
-        """Whether Megatron's parallel groups are needed, besides on real ranks."""
-        return self.run is not None
 
 
 def find_model(text: str) -> ModelSource:
@@ -50,13 +57,66 @@ def find_model(text: str) -> ModelSource:
     return ModelSource(text, None)
 
 
+def choose_engine(
+    source: ModelSource, wanted: Engine, world_sizes: Sequence[int], is_simulated: bool
+) -> tuple[Engine, str]:
+    """What computes `source`, and why where `auto` finds that megatron cannot.
+
+    A Hugging Face model whose ranks are simulated is megatron's where `load_hf` reads it and every P divides it.
+
+    Args:
+        source: from `find_model`.
+        wanted: as given.
+        world_sizes: every P of this call: rows of one file are of one engine.
+        is_simulated: whether the ranks are simulated.
+
+    Raises:
+        ValueError: transformers is wanted for a run or for real ranks.
+    """
+    if wanted is Engine.transformers and source.run is not None:
+        raise ValueError("--engine transformers: expected with a Hugging Face model alone, got a run folder")
+    if wanted is Engine.transformers and not is_simulated:
+        raise ValueError("--engine transformers: simulates ranks, expected without torchrun; real ranks are megatron's")
+    if wanted is not Engine.auto or source.run is not None or not is_simulated:
+        return (Engine.megatron if wanted is Engine.auto else wanted), ""
+    reason = _why_not_megatron(source.text, world_sizes)
+    return (Engine.transformers if reason else Engine.megatron), reason
+
+
+def _why_not_megatron(text: str, world_sizes: Sequence[int]) -> str:
+    """Empty where `load_hf` reads the model and every P divides it. Damaged files are for it to refuse."""
+    from echo_megatron.evaluate.hf import checkpoint_folder
+    from echo_megatron.evaluate.hf_model import rope_scaling_factor
+
+    folder = checkpoint_folder(text)
+    try:
+        config = read_config(folder / "config.json")
+        rope_scaling_factor(config)
+    except ValueError as error:
+        return str(error).replace(f"{folder}/", "")
+    if not has_safetensors(folder):
+        return "no safetensors files"
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        value = getattr(config, name)
+        if refused := [size for size in world_sizes if value % size]:
+            return f"{name} is {value}, not a multiple of P={', '.join(map(str, refused))}"
+    return ""
+
+
 def load_subject(
-    source: ModelSource, world_size: int, is_simulated: bool, dtype: torch.dtype, layers: Layers, device: torch.device
+    source: ModelSource,
+    engine: Engine,
+    world_size: int,
+    is_simulated: bool,
+    dtype: torch.dtype,
+    layers: Layers,
+    device: torch.device,
 ) -> Subject:
     """The model on `device`.
 
     Args:
         source: from `find_model`.
+        engine: from `choose_engine`.
         world_size: real tensor-parallel ranks; 1 in a simulation.
         is_simulated: whether the ranks of the settings are simulated.
         dtype: of parameters and activations.
@@ -71,10 +131,14 @@ def load_subject(
         facts = {"model": f"{run.run}, step {run.step:,}", "engine": f"megatron-core, {layers.name} layers"}
         model = load_run(run, world_size, dtype, layers, device)
         return MegatronSubject(model, run.config.data.vocab_size, _with_sites(facts, model), is_simulated)
-    if not is_simulated:
+    if engine is Engine.megatron:
         from echo_megatron.evaluate.hf import load_hf
 
-        model = load_hf(source.text, layers=layers, dtype=dtype).to(device)
+        try:
+            model = load_hf(source.text, layers=layers, dtype=dtype).to(device)
+        except ValueError as error:
+            hint = "; --engine transformers simulates ranks of what transformers reads" if is_simulated else ""
+            raise ValueError(f"{error}{hint}") from error
         facts = {"model": _name(source.text), "engine": f"megatron-core, {layers.name} layers"}
         return MegatronSubject(model, model.hf_config.vocab_size, _with_sites(facts, model), is_simulated)
     from transformers import AutoModelForCausalLM

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echo_megatron.config import Direction, EchoConfig
+from echo_megatron.evaluate.cross_entropy import cross_entropy, split_vocabulary, vocabulary_terms
 from echo_megatron.evaluate.settings import bits_a_value
 from echo_megatron.evaluate.simulated_megatron import SimulatedMegatron
 from echo_megatron.integrations.megatron import install
@@ -104,7 +105,7 @@ class MegatronSubject:
         self.model, self.vocab_size = model.eval(), vocab_size
         weight = model.decoder.final_layernorm.weight
         self.device = weight.device
-        self._is_simulated = is_simulated
+        self._is_simulated, self._num_simulated = is_simulated, 1
         # Small, whole on every rank, and no two trainings end with the same one.
         self.facts = {**facts, "final_norm_sha256": sha256_of([weight])}
 
@@ -119,11 +120,17 @@ class MegatronSubject:
         return logits
 
     def losses(self, tokens: Tensor) -> Tensor:
-        """See `Subject.losses`; the same on every rank."""
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-        losses = vocab_parallel_cross_entropy(self.logits(tokens[:, :-1]), tokens[:, 1:].contiguous())
-        return losses.double().sum(-1)
+        """See `Subject.losses`; the same on every rank, and the same bits of as many simulated ranks."""
+        logits, targets = self.logits(tokens[:, :-1]), tokens[:, 1:]
+        if self._is_simulated:
+            parts = split_vocabulary(logits, self._num_simulated)
+            terms = [vocabulary_terms(part, targets, idx * part.shape[-1]) for idx, part in enumerate(parts)]
+        else:
+            group = _tensor_parallel_group()
+            own = vocabulary_terms(logits, targets, dist.get_rank(group) * logits.shape[-1])
+            terms = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(terms, own, group=group)
+        return cross_entropy(terms).double().sum(-1)
 
     @contextmanager
     def applied(self, config: EchoConfig, world_size: int, num_tokens: int) -> Iterator[Applied]:
@@ -135,6 +142,7 @@ class MegatronSubject:
         num_values = num_tokens * self.model.config.hidden_size
         if self._is_simulated:
             with SimulatedMegatron(self.model, world_size, config) as simulation:
+                self._num_simulated = world_size
                 relative = relative_bytes(config, simulation.sites, world_size, num_values)
                 yield Applied(
                     _algorithm(config, world_size), None, bits_a_value(config, self.model.config.num_layers), relative
