@@ -91,6 +91,7 @@ TABLE_8: dict[str, tuple[str, float]] = {
     "a=0.25": ("a 0.25", 6.365),
     "a=0.45": ("a 0.45", 6.367),
     "beta1=0.8,beta2=0.2": ("betas 0.8, 0.2", 6.370),
+    "beta1=0.6,beta2=0.4": ("betas 0.6, 0.4", 6.370),
 }
 # The same questions to our form, and what sets it apart from the paper's.
 OURS: dict[str, str] = {
