@@ -7,16 +7,17 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from echo_megatron.bench.step_models import MODELS, ModelShape
 from echo_megatron.config import MAX_WORLD_SIZE, Collective, Direction, EchoConfig
 from echo_megatron.doctor_facts import ask
+from echo_megatron.plan_calibration import calibrate
 from echo_megatron.plan_calls import CallTimes
 from echo_megatron.plan_machine import Ceilings, Gpu, Measured, gpu_of_name, results_folder
-from echo_megatron.plan_model import Work, calibrate
+from echo_megatron.plan_model import Times, Work, predict, speedups
 
 MIB = 1 << 20
 LARGEST = 256 * MIB  # of a message that is timed; a larger one takes its time in proportion
@@ -24,6 +25,7 @@ GRACE_S = 15.0  # between the processes' end by us and by themselves
 CPU_SIZES = (64 << 10, MIB)
 GPU_SIZES = (MIB, 16 * MIB)  # beside the model's own message
 ECHO_ROWS = {"echo4": "echo4_local", "echo8": "echo8_local"}
+_PRESETS = {name: EchoConfig.preset(name) for name in ("nccl", *ECHO_ROWS)}
 
 
 def message_bytes(hidden: int, tokens: int) -> int:
@@ -81,10 +83,14 @@ def expectation(
     """What a model's step and prefill gain by the preset echo4 and echo8.
 
     Times of a call are this machine's where it measured that P, otherwise the plan's for this kind of GPU. What a step
-    computes is the plan's for a Qwen3-shaped model, unless a measured 16-bit step is given.
+    computes is the plan's for a Qwen3-shaped model, unless a measured 16-bit step is given; on an unknown GPU that step
+    is divided as on the H200. How much of a call a step feels is the plan's, and the H200's, everywhere.
 
     Returns:
         `{"none": why}`, or milliseconds and speed-ups of `echo4` and `echo8`.
+
+    Raises:
+        ValueError: the measured step is shorter than its all-reduces.
     """
     gpu = gpu_of_name(gpu_name) if gpu_name else None
     message = message_bytes(hidden, tokens)
@@ -93,46 +99,50 @@ def expectation(
         where = gpu_name or "no GPU here"
         return {"none": f"{where}: nothing was measured at P = {world_size}; echo-megatron plan predicts known GPUs"}
     measured = Measured(results_folder())
-    calibration = calibrate(measured)
+    ceilings = measured.ceilings if gpu is None else _ceilings(measured, gpu, run)
+    times: Times = CallTimes(measured, ceilings, world_size)
     if is_measured:
         calls = _measured_calls(run, message)
         if calls is None:
             return {"none": "the measurement has no time of NCCL and echo4 at this size; give it more: --seconds"}
-    else:
-        assert gpu is not None
-        times = CallTimes(measured, _ceilings(measured, gpu, run), world_size)
-        calls = {
-            name: times.ms(EchoConfig.preset(name), Collective.all_reduce, message, Direction.forward)
-            for name in ("nccl", *ECHO_ROWS)
-        }
-    passes = {name: 2 * layers * ms for name, ms in calls.items()}
-    nccl = passes["nccl"] * (1 + calibration.exposed_nccl)
-    if step_ms is not None:
-        compute: float | None = step_ms - nccl
-        if compute is not None and compute <= 0:
-            return {"none": f"--step-ms {step_ms:g}: less than the {nccl:.1f} ms that NCCL's calls alone take"}
-    elif gpu is not None:
-        work = Work(_shape(hidden, layers, tokens), world_size)
-        compute = calibration.compute_ms(work, _ceilings(measured, gpu, run), trains=True)
-    else:
-        compute = None
+        times = _MeasuredTimes(ceilings, calls, message >= run["min_bytes"])
+    calibration, work = calibrate(measured), Work(_shape(hidden, layers, tokens), world_size)
+    predicted = {name: predict(work, _PRESETS[name], times, calibration, step_ms) for name in _PRESETS}
+    gain = {name: speedups(work, _PRESETS[name], times, calibration, step_ms)[0] for name in ECHO_ROWS}
+    calls = {
+        name: times.ms(config, Collective.all_reduce, message, Direction.forward) for name, config in _PRESETS.items()
+    }
+    has_step = gpu is not None or step_ms is not None  # otherwise nothing is known of what a step computes
     return {
         "world_size": world_size,
         "message_bytes": message,
         "calls_from": "measured here" if is_measured else f"plan for {gpu.name if gpu else gpu_name}",
         "call_ms": calls,
-        "step_from": "--step-ms" if step_ms is not None else "plan, Qwen3-shaped model" if compute else None,
+        "step_from": "--step-ms" if step_ms is not None else "plan, Qwen3-shaped model" if has_step else None,
         **{
             name: {
                 "call_speedup": calls["nccl"] / calls[name],
-                "saved_forward_ms": passes["nccl"] - passes[name],
-                "step_speedup": None
-                if compute is None
-                else (compute + nccl) / (compute + passes[name] * (1 + calibration.exposed_echo)),
+                "saved_forward_ms": predicted["nccl"].forward_ms - predicted[name].forward_ms,
+                **{key: value if has_step else None for key, value in gain[name].fields("step").items()},
             }
             for name in ECHO_ROWS
         },
     }
+
+
+@dataclass(frozen=True)
+class _MeasuredTimes:
+    """`plan_model.Times` of what was measured here: all-reduces of one size."""
+
+    ceilings: Ceilings
+    calls: Mapping[str, float]
+    long_enough: bool  # for Echo to quantize them
+
+    def quantizes(self, config: EchoConfig, _collective: Collective, _num_bytes: int, _direction: Direction) -> bool:
+        return config.quantizes and self.long_enough
+
+    def ms(self, config: EchoConfig, _collective: Collective, _num_bytes: int, _direction: Direction) -> float:
+        return self.calls[next(name for name, preset in _PRESETS.items() if preset.bits == config.bits)]
 
 
 def _ceilings(measured: Measured, gpu: Gpu, run: Mapping[str, Any]) -> Ceilings:
@@ -157,6 +167,7 @@ def _measured_calls(run: Mapping[str, Any], message: int) -> dict[str, float] | 
 def _shape(hidden: int, layers: int, tokens: int) -> ModelShape:
     """Qwen3-0.6B's proportions at another size."""
     base = MODELS["qwen3_0p6b"]
+    batch = max(1, tokens // base.sequence)
     values = {
         **vars(base),
         "num_layers": layers,
@@ -164,7 +175,7 @@ def _shape(hidden: int, layers: int, tokens: int) -> ModelShape:
         "ffn": hidden * base.ffn // base.hidden,
         "heads": max(1, hidden * base.heads // base.hidden),
         "groups": max(1, hidden * base.groups // base.hidden),
-        "batch": max(1, tokens // base.sequence),
-        "sequence": min(base.sequence, tokens),
+        "batch": batch,
+        "sequence": tokens // batch,
     }
     return ModelShape(**values)

@@ -23,11 +23,12 @@ from echo_megatron.bench.rows import parse_size
 from echo_megatron.bench.step_models import MODELS as BENCH_MODELS
 from echo_megatron.bench.step_models import ModelShape
 from echo_megatron.config import MAX_WORLD_SIZE, Collective, Direction, EchoConfig, TransportName
+from echo_megatron.plan_calibration import calibrate
 from echo_megatron.plan_calls import CallTimes
 from echo_megatron.plan_errors import call_errors, step_errors
 from echo_megatron.plan_machine import MEASURED_GPU, Ceilings, Measured, gpus, results_folder
 from echo_megatron.plan_memory import memory_of, sent_bytes
-from echo_megatron.plan_model import Calibration, Work, calibrate, predict
+from echo_megatron.plan_model import Calibration, Work, predict, speedups
 from echo_megatron.result_files import write_results
 
 SETTINGS = ("nccl", "echo4", "echo8")
@@ -136,7 +137,7 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
         for world_size in options.ranks
         for row in _rows(name, _shape(name, options), world_size, ceilings, measured, calibration, options)
     ]
-    errors = [one.to_json() for one in (*call_errors(measured), *step_errors(measured, calibration))]
+    errors = [one.to_json() for one in (*call_errors(measured), *step_errors(measured))]
     return {
         "machine": provenance.machine(torch.device("cpu")),
         "versions": provenance.versions("echo-megatron", "torch"),
@@ -152,6 +153,7 @@ def make_plan(options: argparse.Namespace) -> dict[str, Any]:
             "wire_gb_per_s": ceilings.wire,
             "hbm_gb_per_s": ceilings.hbm,
             "is_measured": ceilings.is_measured,
+            "calibrated_with": measured.ceilings.gpu.name,
             "tflops": ceilings.gpu.tflops,
             "source": ceilings.gpu.source,
         },
@@ -185,10 +187,10 @@ def _rows(
     for sequence_parallel in SEQUENCE_PARALLEL[options.sequence_parallel]:
         _check(name, shape, world_size, sequence_parallel)
         work = Work(shape, world_size, sequence_parallel)
-        base = predict(work, setting_config("nccl"), times, calibration, options.step_ms)
         for setting in options.settings:
             config = setting_config(setting)
             prediction = predict(work, config, times, calibration, options.step_ms)
+            step, forward = speedups(work, config, times, calibration, options.step_ms)
             memory = memory_of(work, config, times, transport, recompute=True)
             has_times = transport is TransportName.p2p or not config.quantizes
             rows.append(
@@ -198,8 +200,10 @@ def _rows(
                     "setting": f"{setting} SP" if sequence_parallel else setting,
                     "message_bytes": work.message_bytes,
                     **{key: value if has_times else None for key, value in asdict(prediction).items()},
-                    "step_speedup": base.step_ms / prediction.step_ms if has_times else None,
-                    "forward_speedup": base.forward_ms / prediction.forward_ms if has_times else None,
+                    **{
+                        key: value if has_times else None
+                        for key, value in (step.fields("step") | forward.fields("forward")).items()
+                    },
                     "sent_bytes": sent_bytes(work, config, times, transport),
                     "state_bytes": memory.state,
                     "workspace_bytes": memory.workspace,

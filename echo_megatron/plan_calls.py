@@ -160,9 +160,13 @@ class CallTimes:
         measured_bits = bits if gathers else 4  # reduce-scatters at 8 bits were not measured
         name = f"echo{measured_bits}_{collective.name}"
         curve = self._curve(name, config.policy.name, state, collective)
-        bound = self._share_bound(config, collective, bits, num_bytes, self.world_size, self.ceilings)
+        bound = self.share_bound_ms(config, collective, bits, num_bytes)
         own = self._share_bound(config, collective, measured_bits, num_bytes, MEASURED_RANKS, self.measured.ceilings)
         return curve.latency_ms + curve.work_ms(num_bytes) * bound / own
+
+    def share_bound_ms(self, config: EchoConfig, collective: Collective, bits: int, num_bytes: int) -> float:
+        """What a reduce-scatter or all-gather needs here, at least; only ratios of these are used."""
+        return self._share_bound(config, collective, bits, num_bytes, self.world_size, self.ceilings)
 
     def _share_bound(
         self,

@@ -1,8 +1,8 @@
 """The plan's predictions beside what was measured on two H200: how far to trust it.
 
-Calls: a measured size is left out of its curve and predicted from the others; and a two-shot row that the model never
-uses is predicted from the preset's one-shot curve, which is what it does for P above 2. Steps: every setting at load 0;
-the compute of `skipped` was fitted to these very rows, the rest was not.
+Calls: a measured size is left out of its curve and predicted from the others; and rows that the model never uses are
+predicted from others by the ratio of their bounds, which is what it does for P above 2 and for reduce-scatters at 8
+bits. Steps: every setting at load 0, by a calibration that the row's model is left out of.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from echo_megatron.config import Algorithm, EchoConfig, Policy, StateDtype
+from echo_megatron.config import Algorithm, Collective, EchoConfig, Policy, StateDtype
+from echo_megatron.plan_calibration import calibrate, config_of, measured_work
 from echo_megatron.plan_calls import LARGE, CallTimes
 from echo_megatron.plan_machine import Curve, Measured
-from echo_megatron.plan_model import Calibration, measured_work, predict
+from echo_megatron.plan_model import predict, speedups
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,10 @@ class Comparison:
 
     Attributes:
         what: row or model and setting.
-        kind: how it was predicted: left_out, transfer, step or forward.
+        kind: how it was predicted: of `plan_tables.KINDS`.
         measured, predicted: milliseconds.
         measured_speedup, predicted_speedup: NCCL's time divided by it, where it has one.
+        speedup_low, speedup_high: the plan's range; calls and the bound have none.
     """
 
     what: str
@@ -35,14 +37,23 @@ class Comparison:
     predicted: float
     measured_speedup: float | None = None
     predicted_speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
 
     @property
     def error(self) -> float:
-        """Relative, positive where the prediction is too long."""
+        """Of the milliseconds; relative, positive where the prediction is too long."""
         return self.predicted / self.measured - 1
 
+    @property
+    def gain_error(self) -> float | None:
+        """Of the gain, which is the speed-up less one; relative, positive where the plan promises too much."""
+        if self.measured_speedup is None or self.predicted_speedup is None or self.measured_speedup <= 1:
+            return None
+        return (self.predicted_speedup - 1) / (self.measured_speedup - 1) - 1
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "error": self.error}
+        return {**asdict(self), "error": self.error, "gain_error": self.gain_error}
 
 
 _STATES: dict[str, dict[str, Any]] = {
@@ -50,29 +61,48 @@ _STATES: dict[str, dict[str, Any]] = {
     "bf16 state": {"state_dtype": StateDtype.bf16},
     "no compensation": {"eta": 0.0},
 }
+_SHARE_ROWS: dict[Collective, tuple[tuple[int, str | None], ...]] = {
+    Collective.reduce_scatter: ((4, "compact"),),
+    Collective.all_gather: ((8, None),),
+}
 
 
 def call_errors(measured: Measured) -> list[Comparison]:
-    """All-reduces of 1 MiB and more, and two-shot rows from the one-shot curve."""
+    """Collectives of 1 MiB and more from their other sizes, and rows from other rows."""
     times = CallTimes(measured, measured.ceilings, measured.all_reduce["world_size"])
-    curves = {"nccl16": measured.curve(measured.all_reduce["rows"], "nccl16", None, None)}
+    nccl = measured.curve(measured.all_reduce["rows"], "nccl16", None, None)
+    curves = {"nccl16": (nccl, nccl)}
     for bits in (4, 8):
         for dtype in (StateDtype.compact, StateDtype.bf16):
-            curves[f"echo{bits} ({dtype.name} state)"] = times.curve_of(EchoConfig(bits=bits, state_dtype=dtype))
-    return [*_left_out(curves), *_transfers(measured, times)]
+            config = EchoConfig(bits=bits, state_dtype=dtype)
+            curves[f"echo{bits} ({dtype.name} state)"] = (times.curve_of(config), nccl)
+    return [
+        *_left_out(curves, "left_out"),
+        *_transfers(measured, times, nccl),
+        *_left_out(_share_curves(measured), "shares"),
+        *_share_transfers(measured, times),
+    ]
 
 
-def _left_out(curves: dict[str, Curve]) -> Iterator[Comparison]:
-    for name, curve in curves.items():
+def _left_out(curves: dict[str, tuple[Curve, Curve]], kind: str) -> Iterator[Comparison]:
+    """Of each name's curve and NCCL's beside it, the sizes between the smallest and the largest."""
+    for name, (curve, nccl) in curves.items():
         for size in sorted(curve.ms)[1:-1]:
             if size >= 1 << 20:
-                rest = curve.without(size)
-                yield Comparison(
-                    f"{name}, {size >> 20} MiB", "left_out", curve.ms[size], rest.latency_ms + rest.work_ms(size)
-                )
+                predicted = _from_the_others(curve, size)
+                own = curve is nccl or size not in nccl.ms
+                speedups = (
+                    () if own else (nccl.ms[size] / curve.ms[size], _from_the_others(nccl, size) / predicted)
+                )  # fmt: skip
+                yield Comparison(f"{name}, {size >> 20} MiB", kind, curve.ms[size], predicted, *speedups)
 
 
-def _transfers(measured: Measured, times: CallTimes) -> Iterator[Comparison]:
+def _from_the_others(curve: Curve, size: int) -> float:
+    rest = curve.without(size)
+    return rest.latency_ms + rest.work_ms(size)
+
+
+def _transfers(measured: Measured, times: CallTimes, nccl: Curve) -> Iterator[Comparison]:
     """Rows of the other quantizer that ran two-shot, from the preset's curve and the ratio of the bounds.
 
     Rows that were not measured are left out.
@@ -89,45 +119,80 @@ def _transfers(measured: Measured, times: CallTimes) -> Iterator[Comparison]:
                 own = times.bound_ms(preset, size, Algorithm[source.algorithm[size] or "one_shot"])
                 predicted = target.latency_ms + source.work_ms(size) * shown / own
                 label = f"echo{bits} zero_aware two-shot ({name}), {size >> 20} MiB"
-                yield Comparison(label, "transfer", target.ms[size], predicted)
+                yield _beside(label, "transfer", target.ms[size], predicted, nccl.ms[size])
 
 
-def step_errors(measured: Measured, calibration: Calibration) -> list[Comparison]:
-    """Steps and prefills of every model and setting without load."""
-    times = CallTimes(measured, measured.ceilings, measured.step["world_size"])
-    rows = [row for row in measured.step["rows"] if row["load"] == 0]
-    nccl = {row["model"]: row for row in rows if row["setting"] == "nccl16"}
-    compared = []
-    for row in rows:
-        work, setting = measured_work(measured, row["model"]), row["setting"]
-        base = predict(work, EchoConfig(bits=16), times, calibration)
-        if setting == "skipped":
-            ms = {
-                "step": calibration.compute_ms(work, times.ceilings, True),
-                "forward": calibration.compute_ms(work, times.ceilings, False),
-            }
-        else:
-            prediction = predict(work, _config_of(measured, setting), times, calibration)
-            ms = {"step": prediction.step_ms, "forward": prediction.forward_ms}
-        for kind, baseline in (("step", base.step_ms), ("forward", base.forward_ms)):
-            name = f"{kind}_ms"
-            compared.append(
-                Comparison(
-                    f"{row['model']}, {setting}",
-                    kind,
-                    row[name],
-                    ms[kind],
-                    nccl[row["model"]][name] / row[name],
-                    baseline / ms[kind],
-                )
+def _share_curves(measured: Measured) -> dict[str, tuple[Curve, Curve]]:
+    """What the plan takes of sequence parallelism's collectives, each beside NCCL's."""
+    rows = measured.shares["rows"]
+    found = {}
+    for collective, settings in _SHARE_ROWS.items():
+        nccl = measured.curve(rows, f"nccl_{collective.name}", None, None)
+        found[f"nccl {collective.name}"] = (nccl, nccl)
+        for bits, state in settings:
+            curve = measured.curve(rows, f"echo{bits}_{collective.name}", "rotated", state)
+            found[f"echo{bits} {collective.name}{f' ({state} state)' if state else ''}"] = (curve, nccl)
+    return found
+
+
+def _share_transfers(measured: Measured, times: CallTimes) -> Iterator[Comparison]:
+    """All-gathers at 8 bits from those at 4."""
+    rows, collective = measured.shares["rows"], Collective.all_gather
+    nccl = measured.curve(rows, f"nccl_{collective.name}", None, None)
+    source, target = (measured.curve(rows, f"echo{bits}_{collective.name}", "rotated", None) for bits in (4, 8))
+    for size in sorted(target.ms):
+        if size >= LARGE:
+            ratio = times.share_bound_ms(EchoConfig(), collective, 8, size) / times.share_bound_ms(
+                EchoConfig(), collective, 4, size
             )
-    return compared
+            predicted = source.latency_ms + source.work_ms(size) * ratio
+            label = f"echo8 {collective.name}, {size >> 20} MiB"
+            yield _beside(label, "shares_transfer", target.ms[size], predicted, nccl.ms[size])
 
 
-def _config_of(measured: Measured, setting: str) -> EchoConfig:
-    """The options of a setting, from what the results say of it."""
-    if setting == "nccl16":
-        return EchoConfig(bits=16)
-    said = measured.step["echo"][setting]
-    state = StateDtype.bf16 if "bf16 state" in said else StateDtype.compact
-    return EchoConfig(bits=8 if "8-bit" in said else 4, state_dtype=state)
+def _beside(what: str, kind: str, measured: float, predicted: float, nccl: float) -> Comparison:
+    return Comparison(what, kind, measured, predicted, nccl / measured, nccl / predicted)
+
+
+def step_errors(measured: Measured) -> list[Comparison]:
+    """Steps and prefills of every model and setting without load, each model by a fit to the others.
+
+    Empty where fewer than two models were measured.
+    """
+    rows = [row for row in measured.step["rows"] if row["load"] == 0]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    if len(models) < 2:
+        return []
+    return [
+        comparison
+        for model in models
+        for comparison in _model_errors(measured, model, [row for row in rows if row["model"] == model])
+    ]
+
+
+def _model_errors(measured: Measured, model: str, rows: list[dict[str, Any]]) -> Iterator[Comparison]:
+    times = CallTimes(measured, measured.ceilings, measured.step["world_size"])
+    work, calibration = measured_work(measured, model), calibrate(measured, without=model)
+    nccl = next(row for row in rows if row["setting"] == "nccl16")
+    base = predict(work, EchoConfig(bits=16), times, calibration)
+    for row in rows:
+        what, ratios = (
+            f"{model}, {row['setting']}",
+            {name: nccl[name] / row[name] for name in ("step_ms", "forward_ms")},
+        )
+        if row["setting"] == "skipped":
+            bound = calibration.compute(work, times.ceilings)
+            yield _one("step", what, row, bound.step, ratios, base.step_ms / bound.step)
+            yield _one("forward", what, row, bound.forward, ratios, base.forward_ms / bound.forward)
+            continue
+        config = config_of(measured, row["setting"])
+        prediction = predict(work, config, times, calibration)
+        step, forward = speedups(work, config, times, calibration)
+        yield _one("step", what, row, prediction.step_ms, ratios, step.value, step.low, step.high)
+        yield _one("forward", what, row, prediction.forward_ms, ratios, forward.value, forward.low, forward.high)
+
+
+def _one(
+    kind: str, what: str, row: dict[str, Any], ms: float, measured_speedups: dict[str, float], *planned: float
+) -> Comparison:
+    return Comparison(what, kind, row[f"{kind}_ms"], ms, measured_speedups[f"{kind}_ms"], *planned)

@@ -264,14 +264,16 @@ def test_expectations_are_measured_ones_where_p_was_measured() -> None:
     here = expectation(RUN, *asked, 2, None)
     assert here["calls_from"] == "measured here"
     assert here["call_ms"] == {"nccl": 0.46, "echo4": 0.21, "echo8": 0.23}
-    assert here["echo4"]["saved_forward_ms"] == pytest.approx(56 * 0.25)
+    assert 0 < here["echo4"]["saved_forward_ms"] < 56 * 0.25  # part of it is paid back as a lower clock
+    assert here["echo4"]["step_speedup_low"] < here["echo4"]["step_speedup"] < here["echo4"]["step_speedup_high"]
     assert 1 < here["echo8"]["step_speedup"] < here["echo4"]["step_speedup"] < 1.3
     large = {**RUN, "rows": [{**row, "bytes": 2 * row["bytes"]} for row in RUN["rows"]]}
     beyond = expectation(large, "NVIDIA H200", 1024, 28, 4 * 65536, 2, None)  # twice the largest that is timed
     assert beyond["call_ms"]["nccl"] == pytest.approx(2 * 0.46)
     assert "no time of NCCL" in expectation(RUN, "NVIDIA H200", 1024, 28, 4 * 65536, 2, None)["none"]
     assert expectation(RUN, *asked, 2, 460.0)["step_from"] == "--step-ms"
-    assert "less than" in expectation(RUN, *asked, 2, 3.0)["none"]
+    with pytest.raises(ValueError, match="--step-ms: expected more than"):
+        expectation(RUN, *asked, 2, 3.0)
     more = expectation(RUN, *asked, 8, None)
     assert more["calls_from"].startswith("plan for NVIDIA H200")
     assert more["echo4"]["step_speedup"] > here["echo4"]["step_speedup"]
