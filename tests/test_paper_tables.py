@@ -203,7 +203,12 @@ class TestPage:
         assert row["paper_speedup"] == 1.34 and row["echo4_speedup"] and row["bound_speedup"] > row["echo4_speedup"]
         assert rows["qwen3_8b", "forward", 0]["bench"] == "bench_step", "bench_ttft has no rows here"
         assert page["table3"][0]["what"] == "forward"
-        assert {link["load"]: link["paper_slowdown"] for link in page["links"]} == {0: 1.00, 100: 2.73}
+        assert {link["load"]: link["paper_slowdown"] for link in page["links"]} == {
+            0: 1.00,
+            50: 1.80,
+            75: 2.07,
+            100: 2.73,
+        }
 
     def test_prefills_of_the_ttft_bench_come_first(self, page: dict[str, Any]) -> None:
         row = {"model": "qwen3_8b", "load": 0, "sequence": 2048}
