@@ -10,15 +10,15 @@ from typing import Any
 
 from packaging.version import Version
 
-from echo_megatron.doctor_facts import NOT_FOUND, Facts
+from echo_megatron.config import MAX_WORLD_SIZE
+from echo_megatron.doctor_facts import IN_CHECKOUT, NOT_FOUND, Facts
 from echo_megatron.integrations.versions import MEGATRON_VERSIONS
+from echo_megatron.kernel_sources import LOWEST_CAPABILITY
 from echo_megatron.tuning import SHIPPED, gpu_slug, user_table_path
 
 MISSING = "not installed"
 PYTHONS = ("3.12", "3.13")  # pyproject.toml, requires-python
 TORCH = "2.11"  # pyproject.toml
-LOWEST_CAPABILITY = (8, 0)
-MAX_RANKS = 8
 BUSY_MIB = 2048  # more than a context or two
 
 
@@ -29,6 +29,11 @@ class Status(IntEnum):
     degraded = 1
     broken = 2
     note = -1
+
+
+def _page(name: str, section: str = "") -> str:
+    """Where a page of docs/ says more; nothing where the package is installed without its documentation."""
+    return f"; docs/{name}{f', {section}' if section else ''}" if IN_CHECKOUT else ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Finding:
 
 def exit_status(findings: list[Finding]) -> int:
     """0 good, 1 something is degraded, 2 something is broken."""
-    return max((finding.status.value for finding in findings), default=0) if findings else 0
+    return max([Status.good, *(finding.status for finding in findings)]).value
 
 
 def check_machine(facts: Facts) -> list[Finding]:
@@ -76,7 +81,7 @@ def check_run(run: Mapping[str, Any], num_gpus: int) -> list[Finding]:
                 "self-test",
                 Status.broken,
                 run["error"],
-                "look for the message in docs/troubleshooting.md; with NCCL, NCCL_DEBUG=INFO says more",
+                f"with NCCL, NCCL_DEBUG=INFO says more{_page('troubleshooting.md')}",
             )
         ]
     return [_self_test(run), *_transport(run, num_gpus), *_measurement(run)]
@@ -106,12 +111,14 @@ def _software(facts: Facts) -> Iterator[Finding]:
     yield _megatron(facts.versions["megatron-core"])
     for package, label, what in (
         ("transformer-engine", "Transformer Engine", "its layers are faster than Megatron-core's local ones on GPUs"),
-        ("nemo-toolkit", "NeMo", "needed for the NeMo front end alone (docs/nemo.md)"),
-        ("megatron-bridge", "Megatron-Bridge", "needed for its front end alone (docs/bridge.md)"),
+        ("nemo-toolkit", "NeMo", f"needed for its front end alone{_page('nemo.md')}"),
+        ("megatron-bridge", "Megatron-Bridge", f"needed for its front end alone{_page('bridge.md')}"),
     ):
         version = facts.versions[package]
         yield Finding(label, Status.note if version == MISSING else Status.good, version,
                       what if version == MISSING else "")  # fmt: skip
+    if not IN_CHECKOUT:
+        return  # an environment beside the sources, where there are none
     environment = ", ".join(f"{name} {version}" for name, version in facts.nemo_environment.items())
     yield Finding(
         "NeMo's environment",
@@ -177,8 +184,8 @@ def _gpus(gpus: list[dict[str, Any]]) -> Finding:
     if len(gpus) == 1:
         return Finding("GPUs", Status.degraded, found,
                        "one GPU sums nothing: use 2 to 8; `echo-megatron plan` needs none")  # fmt: skip
-    if len(gpus) > MAX_RANKS:
-        return Finding("GPUs", Status.note, found, f"a tensor-parallel group has at most {MAX_RANKS} ranks")
+    if len(gpus) > MAX_WORLD_SIZE:
+        return Finding("GPUs", Status.note, found, f"a tensor-parallel group has at most {MAX_WORLD_SIZE} ranks")
     return Finding("GPUs", Status.good, found)
 
 
@@ -225,7 +232,10 @@ def _kernels(facts: Facts) -> Finding:
     if "skipped" in kernels:
         return Finding("kernels", Status.note, "not asked for", kernels["skipped"])
     if "error" in kernels:
-        todo = "see docs/troubleshooting.md, Building the kernels; without them codes go through torch.distributed"
+        todo = (
+            "`python -m echo_megatron.kernel_build` shows all that the build says; without kernels codes go through "
+            f"torch.distributed{_page('troubleshooting.md', 'Building the kernels')}"
+        )
         if not facts.cache.get("writable", True):
             todo = f"{facts.cache['folder']} can't be written: set ECHO_KERNEL_CACHE to a folder that can"
         return Finding("kernels", Status.degraded, kernels["error"], todo)
@@ -259,8 +269,8 @@ def _self_test(run: Mapping[str, Any]) -> Finding:
                        "do not train with it: report this and the versions; tp_comm=nccl meanwhile")  # fmt: skip
     if failed:
         name, why = next(iter(failed.items()))
-        return Finding("self-test", Status.broken, f"{ranks}: {name}: {why}",
-                       "look for the message in docs/troubleshooting.md")  # fmt: skip
+        todo = f"report it with what `echo-megatron doctor --json` prints{_page('troubleshooting.md')}"
+        return Finding("self-test", Status.broken, f"{ranks}: {name}: {why}", todo)
     return Finding(
         "self-test", Status.good, f"{ranks}: all-reduce, reduce-scatter, all-gather are the reference's bits"
     )
@@ -277,7 +287,8 @@ def _transport(run: Mapping[str, Any], num_gpus: int) -> Iterator[Finding]:
         yield Finding("transport", Status.good, run["describe"])
     else:
         yield Finding("transport", Status.degraded if num_gpus > 1 else Status.note, run["describe"],
-                      "the reason stands in brackets: docs/troubleshooting.md, Choosing the transport")  # fmt: skip
+                      "the reason stands in brackets; tp_comm.transport=p2p makes it an error that says what to do"
+                      + _page("troubleshooting.md", "Choosing the transport"))  # fmt: skip
 
 
 def _measurement(run: Mapping[str, Any]) -> Iterator[Finding]:

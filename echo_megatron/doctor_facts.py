@@ -26,7 +26,9 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "nemo-toolkit", "meg
 SMI_LIMIT_S = 20.0
 STOP_LIMIT_S = 5.0
 NOT_FOUND = "no nvidia-smi"
-NEMO_ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-nemo"
+ROOT = Path(__file__).resolve().parent.parent
+IN_CHECKOUT = (ROOT / "docs" / "troubleshooting.md").is_file()  # otherwise the package was installed from a wheel
+NEMO_ENVIRONMENT = ROOT / ".venv-nemo"
 
 
 @dataclass
@@ -132,7 +134,8 @@ def gather(limit_s: float, build_limit_s: float) -> Facts:
     if facts.num_gpus:
         facts.kernels = probe("kernels", build_limit_s)
     else:
-        facts.kernels = {"skipped": "no GPU to build them for; `make kernels` builds a library for another machine"}
+        build = "`python -m echo_megatron.kernel_build --arch 90 --out FILE`"
+        facts.kernels = {"skipped": f"no GPU to build them for; {build} builds a library for another machine"}
     facts.nemo_environment = environment_versions(NEMO_ENVIRONMENT)
     folder = cache_folder()
     nearest = next((path for path in (folder, *folder.parents) if path.exists()), folder)

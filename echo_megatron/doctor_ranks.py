@@ -114,8 +114,9 @@ def _choices(group: dist.ProcessGroup, device: torch.device, options: argparse.N
 
 def _bench_options(options: argparse.Namespace, kind: type[Bench], device: torch.device) -> argparse.Namespace:
     words = ["--rows", *ROWS[kind], "--policies", "rotated", "--sizes", *map(str, options.sizes)]
-    words += ["--transport", options.transport, "--budget-s", f"{options.seconds:g}"]
-    words += ["--warmup", "10", "--iterations", "30", "--max-s", f"{options.seconds / 20:g}"]
+    seconds = options.seconds / len(ROWS)  # the benches run one after the other
+    words += ["--transport", options.transport, "--budget-s", f"{seconds:g}"]
+    words += ["--warmup", "10", "--iterations", "30", "--max-s", f"{seconds / 10:g}"]
     words += ["--sequence-parallel"] if kind is SharesBench else []
     asked = all_reduce.parse_arguments(words, "doctor")
     if device.type == "cpu":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from echo_megatron.bench.rows import MIB
 from echo_megatron.bench.step_models import MODELS, ModelShape
 from echo_megatron.config import MAX_WORLD_SIZE, Collective, Direction, EchoConfig
 from echo_megatron.doctor_facts import ask
@@ -19,13 +20,21 @@ from echo_megatron.plan_calls import CallTimes
 from echo_megatron.plan_machine import Ceilings, Gpu, Measured, gpu_of_name, results_folder
 from echo_megatron.plan_model import Times, Work, predict, speedups
 
-MIB = 1 << 20
 LARGEST = 256 * MIB  # of a message that is timed; a larger one takes its time in proportion
 GRACE_S = 15.0  # between the processes' end by us and by themselves
 CPU_SIZES = (64 << 10, MIB)
 GPU_SIZES = (MIB, 16 * MIB)  # beside the model's own message
-ECHO_ROWS = {"echo4": "echo4_local", "echo8": "echo8_local"}
-_PRESETS = {name: EchoConfig.preset(name) for name in ("nccl", *ECHO_ROWS)}
+# Rows of the measurement, by collective and preset. Of sequence parallelism's reduce-scatters 8 bits are not timed.
+ROWS = {
+    Collective.all_reduce: {"nccl": "nccl16", "echo4": "echo4_local", "echo8": "echo8_local"},
+    Collective.reduce_scatter: {"nccl": "nccl_reduce_scatter", "echo4": "echo4_reduce_scatter"},
+    Collective.all_gather: {"nccl": "nccl_all_gather", "echo4": "echo8_all_gather"},
+}
+HALVES = (Collective.reduce_scatter, Collective.all_gather)
+SEQUENCE_PARALLEL = "echo4 with sequence parallelism"
+# What is expected of which preset, and whether with sequence parallelism.
+SETTINGS = {"echo4": ("echo4", False), "echo8": ("echo8", False), SEQUENCE_PARALLEL: ("echo4", True)}
+_PRESETS = {name: EchoConfig.preset(name) for name in ROWS[Collective.all_reduce]}
 
 
 def message_bytes(hidden: int, tokens: int) -> int:
@@ -87,7 +96,8 @@ def expectation(
     is divided as on the H200. How much of a call a step feels is the plan's, and the H200's, everywhere.
 
     Returns:
-        `{"none": why}`, or milliseconds and speed-ups of `echo4` and `echo8`.
+        `{"none": why}`, or milliseconds and speed-ups of `SETTINGS`; of one that nothing is known of, `{"none": why}`.
+        `calls_ms` are of an all-reduce, with sequence parallelism of a reduce-scatter and an all-gather.
 
     Raises:
         ValueError: the measured step is shorter than its all-reduces.
@@ -102,47 +112,52 @@ def expectation(
     ceilings = measured.ceilings if gpu is None else _ceilings(measured, gpu, run)
     times: Times = CallTimes(measured, ceilings, world_size)
     if is_measured:
-        calls = _measured_calls(run, message)
-        if calls is None:
-            return {"none": "the measurement has no time of NCCL and echo4 at this size; give it more: --seconds"}
-        times = _MeasuredTimes(ceilings, calls, message >= run["min_bytes"])
-    calibration, work = calibrate(measured), Work(_shape(hidden, layers, tokens), world_size)
-    predicted = {name: predict(work, _PRESETS[name], times, calibration, step_ms) for name in _PRESETS}
-    gain = {name: speedups(work, _PRESETS[name], times, calibration, step_ms)[0] for name in ECHO_ROWS}
-    calls = {
-        name: times.ms(config, Collective.all_reduce, message, Direction.forward) for name, config in _PRESETS.items()
-    }
-    has_step = gpu is not None or step_ms is not None  # otherwise nothing is known of what a step computes
+        times = _MeasuredTimes(ceilings, _measured_calls(run, message), message >= run["min_bytes"])
+    calibration, has_step = calibrate(measured), gpu is not None or step_ms is not None  # of a step, all or nothing
+    found: dict[str, Any] = {}
+    for name, (preset, shares) in SETTINGS.items():
+        collectives = HALVES if shares else (Collective.all_reduce,)
+        if is_measured and any(preset not in _measured_calls(run, message)[one] for one in collectives):
+            found[name] = {"none": f"no time of NCCL and {preset} at this size; give it more: --seconds"}
+            continue
+        work = Work(_shape(hidden, layers, tokens), world_size, sequence_parallel=shares)
+        nccl, ours = (predict(work, _PRESETS[one], times, calibration, step_ms) for one in ("nccl", preset))
+        gain = speedups(work, _PRESETS[preset], times, calibration, step_ms)[0]
+        calls = {
+            one: sum(times.ms(_PRESETS[one], half, message, Direction.forward) for half in collectives)
+            for one in ("nccl", preset)
+        }
+        found[name] = {
+            "calls_ms": calls[preset],
+            "nccl_calls_ms": calls["nccl"],
+            "call_speedup": calls["nccl"] / calls[preset],
+            "saved_forward_ms": nccl.forward_ms - ours.forward_ms,
+            **{key: value if has_step else None for key, value in gain.fields("step").items()},
+        }
+    if all("none" in one for one in found.values()):
+        return found["echo4"]
     return {
         "world_size": world_size,
         "message_bytes": message,
         "calls_from": "measured here" if is_measured else f"plan for {gpu.name if gpu else gpu_name}",
-        "call_ms": calls,
         "step_from": "--step-ms" if step_ms is not None else "plan, Qwen3-shaped model" if has_step else None,
-        **{
-            name: {
-                "call_speedup": calls["nccl"] / calls[name],
-                "saved_forward_ms": predicted["nccl"].forward_ms - predicted[name].forward_ms,
-                **{key: value if has_step else None for key, value in gain[name].fields("step").items()},
-            }
-            for name in ECHO_ROWS
-        },
+        **found,
     }
 
 
 @dataclass(frozen=True)
 class _MeasuredTimes:
-    """`plan_model.Times` of what was measured here: all-reduces of one size."""
+    """`plan_model.Times` of what was measured here: messages of one size."""
 
     ceilings: Ceilings
-    calls: Mapping[str, float]
+    calls: Mapping[Collective, Mapping[str, float]]
     long_enough: bool  # for Echo to quantize them
 
     def quantizes(self, config: EchoConfig, _collective: Collective, _num_bytes: int, _direction: Direction) -> bool:
         return config.quantizes and self.long_enough
 
-    def ms(self, config: EchoConfig, _collective: Collective, _num_bytes: int, _direction: Direction) -> float:
-        return self.calls[next(name for name, preset in _PRESETS.items() if preset.bits == config.bits)]
+    def ms(self, config: EchoConfig, collective: Collective, _num_bytes: int, _direction: Direction) -> float:
+        return self.calls[collective][next(name for name, preset in _PRESETS.items() if preset.bits == config.bits)]
 
 
 def _ceilings(measured: Measured, gpu: Gpu, run: Mapping[str, Any]) -> Ceilings:
@@ -153,15 +168,17 @@ def _ceilings(measured: Measured, gpu: Gpu, run: Mapping[str, Any]) -> Ceilings:
     )
 
 
-def _measured_calls(run: Mapping[str, Any], message: int) -> dict[str, float] | None:
+def _measured_calls(run: Mapping[str, Any], message: int) -> dict[Collective, dict[str, float]]:
+    """Milliseconds of a message by collective and preset; of a collective that lacks NCCL's time, none."""
     size = min(message, LARGEST)
-    rows = {row["row"]: row["ms"] for row in run["rows"] if row["bytes"] == size}
-    if not {"nccl16", *ECHO_ROWS.values()} <= rows.keys():
-        return None
-    calls = {"nccl": rows["nccl16"]}
-    for name, row in ECHO_ROWS.items():
-        calls[name] = rows["nccl16"] if size < run["min_bytes"] else rows[row]
-    return {name: ms * message / size for name, ms in calls.items()}
+    times = {row["row"]: row["ms"] * message / size for row in run["rows"] if row["bytes"] == size}
+    calls: dict[Collective, dict[str, float]] = {}
+    for collective, rows in ROWS.items():
+        found = {name: times[row] for name, row in rows.items() if row in times}
+        if size < run["min_bytes"] and "nccl" in found:
+            found = dict.fromkeys(found, found["nccl"])
+        calls[collective] = found if "nccl" in found else {}
+    return calls
 
 
 def _shape(hidden: int, layers: int, tokens: int) -> ModelShape:

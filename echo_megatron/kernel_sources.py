@@ -13,6 +13,7 @@ import torch
 from echo_megatron.config import QUANTIZED_BITS, Policy
 from echo_megatron.package_folders import package_folder
 
+LOWEST_CAPABILITY = (8, 0)  # of a GPU: the kernels copy into shared memory asynchronously
 # The quantizer's arithmetic is one FP32 rounding an operation: no contraction, no approximate division, no flush.
 HOST_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-ffp-contract=off,-Wall,-Wno-unknown-pragmas")
 CUDA_FLAGS = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-lineinfo", "-Xptxas=-v")

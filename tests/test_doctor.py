@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -12,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from echo_megatron import cli, doctor, doctor_facts, doctor_probe
+from echo_megatron import cli, doctor, doctor_checks, doctor_facts, doctor_probe, doctor_ranks
 from echo_megatron.doctor_checks import Finding, Status, check_machine, check_run, exit_status
 from echo_megatron.doctor_facts import Facts, ask, environment_versions, parse_links
-from echo_megatron.doctor_run import _cause, expectation
+from echo_megatron.doctor_run import SEQUENCE_PARALLEL, _cause, expectation
 from echo_megatron.plan_tables import show
 
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150_000_000_000}
@@ -69,6 +72,10 @@ RUN = {
         row("nccl16", 128 << 20, 0.46, 1.0),
         row("echo4_local", 128 << 20, 0.21, 2.2),
         row("echo8_local", 128 << 20, 0.23, 2.0),
+        row("nccl_reduce_scatter", 128 << 20, 0.31, 1.0),
+        row("nccl_all_gather", 128 << 20, 0.29, 1.0),
+        row("echo4_reduce_scatter", 128 << 20, 0.08, 3.8),
+        row("echo8_all_gather", 128 << 20, 0.12, 2.5),
     ],
 }
 
@@ -263,13 +270,14 @@ def test_expectations_are_measured_ones_where_p_was_measured() -> None:
     asked = ("NVIDIA H200", 1024, 28, 65536)
     here = expectation(RUN, *asked, 2, None)
     assert here["calls_from"] == "measured here"
-    assert here["call_ms"] == {"nccl": 0.46, "echo4": 0.21, "echo8": 0.23}
+    assert [here[name]["calls_ms"] for name in ("echo4", "echo8")] == [0.21, 0.23]
+    assert here["echo4"]["nccl_calls_ms"] == 0.46
     assert 0 < here["echo4"]["saved_forward_ms"] < 56 * 0.25  # part of it is paid back as a lower clock
     assert here["echo4"]["step_speedup_low"] < here["echo4"]["step_speedup"] < here["echo4"]["step_speedup_high"]
     assert 1 < here["echo8"]["step_speedup"] < here["echo4"]["step_speedup"] < 1.3
     large = {**RUN, "rows": [{**row, "bytes": 2 * row["bytes"]} for row in RUN["rows"]]}
     beyond = expectation(large, "NVIDIA H200", 1024, 28, 4 * 65536, 2, None)  # twice the largest that is timed
-    assert beyond["call_ms"]["nccl"] == pytest.approx(2 * 0.46)
+    assert beyond["echo4"]["nccl_calls_ms"] == pytest.approx(2 * 0.46)
     assert "no time of NCCL" in expectation(RUN, "NVIDIA H200", 1024, 28, 4 * 65536, 2, None)["none"]
     assert expectation(RUN, *asked, 2, 460.0)["step_from"] == "--step-ms"
     with pytest.raises(ValueError, match="--step-ms: expected more than"):
@@ -278,10 +286,55 @@ def test_expectations_are_measured_ones_where_p_was_measured() -> None:
     assert more["calls_from"].startswith("plan for NVIDIA H200")
     assert more["echo4"]["step_speedup"] > here["echo4"]["step_speedup"]
     slow_wire = {**RUN, "ceilings": {"wire_gb_per_s": 100.0, "hbm_gb_per_s": None}}
-    assert expectation(slow_wire, *asked, 8, None)["call_ms"]["nccl"] > 3 * more["call_ms"]["nccl"]
+    slow = expectation(slow_wire, *asked, 8, None)
+    assert slow["echo4"]["nccl_calls_ms"] > 3 * more["echo4"]["nccl_calls_ms"]
     assert "nothing was measured" in expectation({}, "NVIDIA X9", 1024, 28, 65536, 2, None)["none"]
     unknown = expectation(RUN, "NVIDIA X9", 1024, 28, 65536, 2, None)
     assert unknown["echo4"]["step_speedup"] is None
+
+
+def test_sequence_parallelism_is_expected_from_the_same_measurement() -> None:
+    asked = ("NVIDIA H200", 1024, 28, 65536)
+    here = expectation(RUN, *asked, 2, None)
+    shares = here[SEQUENCE_PARALLEL]
+    assert (shares["calls_ms"], shares["nccl_calls_ms"]) == (pytest.approx(0.2), pytest.approx(0.6))
+    assert 1 < shares["step_speedup_low"] < shares["step_speedup_high"]
+    rows = [row for row in RUN["rows"] if row["row"] != "echo8_all_gather"]
+    without = expectation({**RUN, "rows": rows}, *asked, 2, None)
+    assert "--seconds" in without[SEQUENCE_PARALLEL]["none"] and without["echo4"] == here["echo4"]
+    more = expectation(RUN, *asked, 4, None)  # by the plan
+    assert more[SEQUENCE_PARALLEL]["call_speedup"] > 1
+    short = expectation({**RUN, "min_bytes": 1 << 30}, *asked, 2, None)
+    assert short[SEQUENCE_PARALLEL]["call_speedup"] == short["echo4"]["call_speedup"] == 1
+
+
+def test_the_benches_share_the_seconds() -> None:
+    options = argparse.Namespace(seconds=10.0, sizes=[1 << 20], transport="auto")
+    device = torch.device("cuda")
+    asked = [doctor_ranks._bench_options(options, kind, device) for kind in doctor_ranks.ROWS]
+    assert sum(one.budget_s for one in asked) == 10.0
+
+
+def test_notes_alone_are_good() -> None:
+    note = Finding("NeMo", Status.note, "not installed")
+    assert exit_status([note]) == exit_status([]) == 0
+    assert exit_status([note, Finding("GPUs", Status.degraded, "none")]) == 1
+
+
+def test_without_a_checkout_nothing_of_one_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def todos() -> str:
+        facts = [case[1] for case in CASES]
+        runs = [case[0] for case in RUN_CASES]
+        findings = [one for fact in facts for one in check_machine(fact)]
+        findings += [one for run in runs for one in check_run(run, 2)]
+        return "\n".join(f"{one.found}\n{one.todo}" for one in findings)
+
+    assert "docs/troubleshooting.md, Building the kernels" in todos() and "make nemo-env" in todos()
+    monkeypatch.setattr(doctor_checks, "IN_CHECKOUT", False)
+    assert not re.search(r"docs/|`make |checkout", todos())
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor_facts, "probe", lambda *_: CPU.torch)
+        assert "`make " not in doctor_facts.gather(1, 1).kernels["skipped"]
 
 
 @pytest.mark.parametrize(("run", "status"), [(RUN, 0), ({**RUN, "symmetric": False}, 1), ({"error": "it hung"}, 2)])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from echo_megatron import ops
 from echo_megatron.config import EchoConfig
+from echo_megatron.kernel_sources import LOWEST_CAPABILITY
 from echo_megatron.transports.p2p import P2PTransport
 from echo_megatron.transports.protocol import CommunicationError
 from echo_megatron.tuning import Table, load_table
@@ -21,7 +22,7 @@ def why_unavailable(group: dist.ProcessGroup) -> str | None:
     """Why this rank cannot use the p2p transport, or None; then the ranks must still agree."""
     if not torch.cuda.is_available():
         return "there is no CUDA GPU"
-    if torch.cuda.get_device_capability() < (8, 0):
+    if torch.cuda.get_device_capability() < LOWEST_CAPABILITY:
         return f"the GPU's compute capability {torch.cuda.get_device_capability()} is below 8.0"
     try:
         ops.load()
