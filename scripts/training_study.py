@@ -70,6 +70,8 @@ STUDIES = {
             "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus"),
             "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus"),
             "paper": ("tp_comm=echo4_paper",),
+            "nccl_sp": ("tp_comm=nccl", "trainer.sequence_parallel=true"),
+            "local_sp": ("tp_comm=echo4", "trainer.sequence_parallel=true"),
         },
         seeds=(1, 2, 3),
         paper={},

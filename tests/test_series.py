@@ -80,11 +80,20 @@ def test_the_studies_arms_compose(study):
         assert [run.seed for run in runs] == [1] * len(chosen.arms) + [2] * len(chosen.arms)
         baseline, *arms = runs[: len(chosen.arms)]
         assert not baseline.tp_comm.quantizes, name
-        described = {repr((run.tp_comm, run.optim.lr)) for run in arms}
-        assert len(described) == len(arms) and all(run.tp_comm.quantizes for run in arms), name
+        described = {repr((run.tp_comm, run.optim.lr, run.trainer.sequence_parallel)) for run in arms}
+        assert len(described) == len(arms), name
+        assert all(run.tp_comm.quantizes or run.trainer.sequence_parallel for run in arms), name
         for run in arms:
+            run.trainer.sequence_parallel = baseline.trainer.sequence_parallel
             for part in ("model", "data", "trainer", "seed"):
                 assert getattr(run, part) == getattr(baseline, part), (name, run.name)
+
+
+def test_overrides_may_follow_a_list(tmp_path: Path, study, capsys):
+    """`--seeds 3 KEY=VALUE` does not take the override for a seed."""
+    options = ["--results", str(tmp_path), "--render", "--seeds", "3", "trainer.max_steps=200"]
+    assert study.main(options) == 2, "there is nothing to render"
+    assert "expected runs of nccl" in capsys.readouterr().err
 
 
 def test_kept_runs_are_compared_again_without_training(tmp_path: Path, study, capsys):

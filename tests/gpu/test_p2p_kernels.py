@@ -175,6 +175,18 @@ def test_messages_far_larger_than_the_ring(world_size, algorithm, depth):
         checked.all_reduce(xs, Site(idx, Direction.forward), keep_codes=idx == 1)
 
 
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_messages_about_as_large_as_the_ring(algorithm, times):
+    """The ring's 16 slots of each of 8 teams exactly, once and four times over, and a value or a tile more or less."""
+    config = EchoConfig(algorithm=algorithm)
+    checked = CheckedRanks(2, config, num_blocks=2, depth=4)
+    full = 4096 * 8 * 16 * times * (2 if algorithm is Algorithm.two_shot else 1)
+    for idx, more in enumerate((-4096, -1, 0, 1, 4096)):
+        xs = normal(2, full + more, torch.bfloat16, seed=idx)
+        checked.all_reduce(xs, Site(idx, Direction.forward))
+
+
 @pytest.mark.parametrize("num_blocks", [1, 3, 7])
 def test_a_smaller_grid_than_the_workspace_allows(num_blocks):
     checked = CheckedRanks(2, EchoConfig())
