@@ -26,13 +26,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echo_megatron.config import Direction, EchoConfig, Policy, Rescale
+from echo_megatron.evaluate.error_tables import policy_errors
 from echo_megatron.evaluate.perplexity import Windows, measure
 from echo_megatron.evaluate.settings import NATIVE, parse_setting
 from echo_megatron.evaluate.subjects import ROW_PARALLEL, TransformersSubject
 from echo_megatron.evaluate.token_source import Tokens, read_source
 from echo_megatron.quantizer import Quantizer
 from echo_megatron.reference import SimulatedGroup, sum_in_rank_order
-from echo_megatron.result_files import made_by, markdown_table, provenance_lines, write_results
+from echo_megatron.result_files import made_by, provenance_lines, write_results
 from echo_megatron.simulation import find_linears, split_linear, sum_partial_outputs
 from echo_megatron.sites import Site
 
@@ -42,15 +43,6 @@ WIDTHS = (4, 8)
 GROUP_SIZES = (128, 256)
 WORLD_SIZE = 4
 MASSIVE = 100.0  # times the rms of the message
-
-CAPTION = (
-    "relative error: rms of the rounding error by rms of the message; of the largest: the same of the largest value of "
-    "each group alone; span: (highest - lowest) / (2 * largest magnitude) of a group, 1 where it reaches as far to "
-    "both sides of zero, 0.5 where it is one-sided. These are means over {num_sites} sites of one window of "
-    "{context:,} tokens, P = {world_size}, rounded once. perplexity: of the paper's form with that policy, {tokens:,} "
-    "tokens of {data}, in brackets against 16 bits. exact where massive: with exact sums at the {num_massive} sites "
-    "where a value is over {threshold:g} times the rms of its message: {massive}."
-)
 
 
 @contextmanager
@@ -146,38 +138,10 @@ def setting_of(row: dict[str, Any]) -> str:
     return preset + changes + ("" if row["group_size"] == 128 else f",group_size={row['group_size']}")
 
 
-def table(rows: Sequence[dict[str, Any]], native: float) -> list[str]:
-    """A line for each row."""
-    columns = ["bits", "g", "policy", "span", "relative error", "of the largest", "perplexity", "exact where massive"]
-    lines = [
-        [
-            str(row["bits"]),
-            str(row["group_size"]),
-            row["policy"],
-            f"{row['span']:.2f}",
-            f"{row['relative_error']:.4f}",
-            f"{row['relative_error_of_largest']:.5f}",
-            *(
-                "" if row[name] is None else f"{row[name]:.3f} ({100 * (row[name] / native - 1):+.2f} %)"
-                for name in ("perplexity", "perplexity_exact_where_massive")
-            ),
-        ]
-        for row in rows
-    ]
-    return markdown_table(columns, lines)
-
-
 def page(results: dict[str, Any]) -> str:
     """The Markdown beside the JSON."""
-    lines = ["# Rounding of the paper's policies: SmolLM2-135M", "", *summary(results)]
+    lines = ["# Rounding of the paper's policies: SmolLM2-135M", "", *policy_errors(results)]
     return "\n".join([*lines, "", *provenance_lines(results["made_by"])]) + "\n"
-
-
-def summary(results: dict[str, Any]) -> list[str]:
-    """Caption and table."""
-    settings = results["settings"]
-    words = {**settings, "massive": ", ".join(settings["massive"]), "num_massive": len(settings["massive"])}
-    return [CAPTION.format(**words), "", *table(results["rows"], settings["perplexity_16bit"])]
 
 
 def main() -> int:

@@ -73,20 +73,85 @@ EVALUATION = {
             "key": f"P={size} simulated {parse_setting(setting).key}",
             "P": size,
             "ranks": "simulated",
+            "bits": round(bits),
             "bits_a_value": bits,
             "perplexity": perplexity,
             "delta_percent": delta,
+            "delta_loss": None if delta is None else delta / 100,
+            "delta_loss_error": None if delta is None else 0.001,
         }
         for setting, size, bits, perplexity, delta in (
             ("16bit", 2, 16.0, 21.2, None),
             ("16bit", 4, 16.0, 21.2, None),
             ("echo4", 2, 4.28, 21.6, 1.887),
             ("echo4", 4, 4.28, None, None),
+            ("echo4_paper", 2, 4.28, 42.4, 100.0),
             ("echo4_paper,policy=naive", 4, 4.28, 39.5, 86.3),
         )
     ],
 }
+ERRORS = [
+    "small, 4,096 tokens of wiki: increase of perplexity",
+    "| echo4 | 4.28 | +1.89 ± 0.10 | not finite |",
+    "what echo4 adds: 53.0 at P=2.",
+    "| 4 bits | +4.8 | +1.0 |  | not finite |",
+]
 EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "errors_smollm2_135m": (EVALUATION, ERRORS),
+    "errors_smollm2_135m_books": (EVALUATION, ERRORS),
+    "errors_qwen3_0p6b": (EVALUATION, ERRORS),
+    "policy_errors_smollm2_135m": (
+        {
+            "settings": {
+                "num_sites": 60,
+                "context": 1024,
+                "world_size": 4,
+                "tokens": 4096,
+                "data": "wiki",
+                "threshold": 100.0,
+                "massive": ["layers.1 (1,000)"],
+                "perplexity_16bit": 20.0,
+            },
+            "rows": [
+                {
+                    "bits": 4,
+                    "group_size": 128,
+                    "policy": "naive",
+                    "span": 0.875,
+                    "relative_error": 0.125,
+                    "relative_error_of_largest": 0.00025,
+                    "perplexity": 30.0,
+                    "perplexity_exact_where_massive": None,
+                }
+            ],
+            "made_by": MADE,
+        },
+        [
+            "at the 1 sites where a value is over 100 times the rms of its message: layers.1 (1,000).",
+            "| 4 | 128 | naive | 0.88 | 0.1250 | 0.00025 | 30.000 (+50.00 %) |  |",
+            "commit abc",
+        ],
+    ),
+    "ttft": (
+        {
+            **MADE,
+            "world_size": 2,
+            "prefill": [
+                {
+                    "model": "llama3_8b",
+                    "load": load,
+                    "batch": 4,
+                    "sequence": 2048,
+                    "setting": setting,
+                    "rounds": 2,
+                    "ms": ms,
+                    "speedup": 100.0 / ms,
+                }
+                for load, setting, ms in ((0, "nccl16", 100.0), (0, "echo4", 80.0), (100, "nccl16", 100.0))
+            ],
+        },
+        ["| llama3_8b | 0 % | 4 x 2,048 | 2 | 100.0 | 1.250 |", "| llama3_8b | 100 % | 4 x 2,048 | 2 | 100.0 |  |"],
+    ),
     "ablation_qwen3_0p6b": (EVALUATION, ["| echo4 | 4.28 | 21.600 (+1.89 %) | not finite |", "at commit abc"]),
     "ablation_smollm2_135m": (
         EVALUATION,

@@ -49,7 +49,9 @@ def updater(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 class TestUpdateReadme:
     def test_the_readme_is_up_to_date(self, updater: ModuleType) -> None:
         assert updater.main(["--check"]) == 0
-        shown = README + "".join((ROOT / "docs" / name).read_text() for name in ("bench.md", "evaluate.md"))
+        shown = README + "".join(
+            (ROOT / "docs" / name).read_text() for name in ("bench.md", "evaluate.md", "inference.md")
+        )
         assert {found["name"] for found in updater.BLOCK.finditer(shown)} == set(updater.BLOCKS)
 
     @pytest.mark.parametrize("name", EXAMPLES)

@@ -81,6 +81,23 @@ def load_table(rows: Sequence[Row]) -> list[str]:
     return markdown_table(["model", "batch", "setting", *(f"load {load} %" for load in loads)], lines)
 
 
+def overview(results: Row) -> list[str]:
+    """Time to first token for a page: 16 bits in ms, the speed-up of each other setting, at every load."""
+    rows = results["prefill"]
+    others = [name for name in dict.fromkeys(row["setting"] for row in rows) if name != NATIVE]
+    by_place = {(row["model"], row["load"], row["batch"], row["setting"]): row for row in rows}
+    lines = []
+    for model, load, batch in dict.fromkeys((row["model"], row["load"], row["batch"]) for row in rows):
+        native = by_place.get((model, load, batch, NATIVE))
+        cells = [by_place.get((model, load, batch, name)) for name in others]
+        if native is not None:
+            first = [model, f"{load} %", f"{batch} x {native['sequence']:,}", str(native["rounds"])]
+            speedups = ["" if row is None else _times(row["speedup"]) for row in cells]
+            lines.append([*first, f"{native['ms']:.1f}", *speedups])
+    names = [f"{name} (the bound)" if name == BOUND else name for name in others]
+    return markdown_table(["model", "load", "batch", "rounds", "16 bits, ms", *names], lines)
+
+
 def decode_table(rows: Sequence[Row], kind: str) -> list[str]:
     """Tokens a second of one of `KINDS`, and in brackets the speed-up: settings by batch."""
     batches = sorted({row["batch"] for row in rows})
