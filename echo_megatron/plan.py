@@ -18,8 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from echo_megatron import plan_tables, provenance
-from echo_megatron.arguments import positive, positive_number
-from echo_megatron.bench.rows import parse_size
+from echo_megatron.arguments import message_size, positive, positive_number
 from echo_megatron.bench.step_models import MODELS as BENCH_MODELS
 from echo_megatron.bench.step_models import ModelShape
 from echo_megatron.config import MAX_WORLD_SIZE, Collective, Direction, EchoConfig, TransportName
@@ -90,7 +89,7 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument(
         "--step-ms", type=positive_number, help="a 16-bit step that you measured, for one model and one P"
     )
-    parser.add_argument("--sizes", nargs="+", type=_size, default=[], help="one collective's times, e.g. 64M 1G")
+    parser.add_argument("--sizes", nargs="+", type=message_size, default=[], help="one collective's times, e.g. 64M 1G")
     parser.add_argument("--errors", action="store_true", help="the model's error on measured points")
     parser.add_argument("--results", type=Path, help="folder of measured results; default the ones that came along")
     parser.add_argument("--json", action="store_true", help="JSON in place of tables")
@@ -276,13 +275,6 @@ def _ranks(text: str) -> int:
     if not text.isdecimal() or not 2 <= int(text) <= MAX_WORLD_SIZE:
         raise argparse.ArgumentTypeError(f"expected 2 to {MAX_WORLD_SIZE} ranks, got {text!r}")
     return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from echo_megatron.bench.rows import ITEMSIZE, Kind, Row
+from echo_megatron.bench.rows import ITEMSIZE, MIB, Kind, Row
 from echo_megatron.bench.traffic import share_traffic, traffic
 from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, Policy, Residual
 from echo_megatron.plan_machine import Ceilings, Curve, Measured
@@ -21,7 +21,6 @@ from echo_megatron.tuning import DEFAULT, SHIPPED, Table, gpu_slug, read_table
 
 MEASURED_RANKS = 2
 LARGE = 64 << 20  # ceilings are reached from here on
-MEBI = 1 << 20
 _NCCL_ROWS = {
     Collective.all_reduce: ("nccl16", Kind.nccl),
     Collective.reduce_scatter: ("nccl_reduce_scatter", Kind.nccl_reduce_scatter),
@@ -145,7 +144,7 @@ class CallTimes:
     ) -> float:
         state = config.state_dtype_of(Direction.forward).name if config.compensates else None
         row = (config.policy.name, config.bits, algorithm.name, state)
-        mebivalues = num_bytes / ITEMSIZE / MEBI
+        mebivalues = num_bytes / ITEMSIZE / MIB
         decoding = _decoded_values(algorithm, world_size) / _decoded_values(algorithm, MEASURED_RANKS)
         # Half of what an uncompensated call does is taken to be decoding, which alone grows with P.
         plain = self.measured.kernel_ms(*row[:3], None)
@@ -205,7 +204,7 @@ class CallTimes:
             config.policy.name, config.bits, curve.algorithm[size] or "one_shot",
             config.state_dtype_of(Direction.forward).name,
         )  # fmt: skip
-        return curve.work_ms(size) / (profiled * size / ITEMSIZE / MEBI)
+        return curve.work_ms(size) / (profiled * size / ITEMSIZE / MIB)
 
     def _best(self, fraction: str) -> float:
         rows = [*self.measured.all_reduce["rows"], *self.measured.shares["rows"]]

@@ -21,11 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from echo_megatron.bench.rows import ITEMSIZE
 from echo_megatron.bench.step_models import ModelShape
 from echo_megatron.config import Collective, Direction, EchoConfig
 from echo_megatron.plan_machine import Ceilings
 
-ITEMSIZE = 2  # BF16
 # Values that a token of one layer reads or writes between the matmuls, forward: two norms and two residual sums of the
 # hidden size, which every rank does unless the sequence is split.
 HIDDEN_PASSES = 10

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from echo_megatron.bench.rows import MIB
 from echo_megatron.result_files import markdown_table, provenance_lines
 
-MIB = 1 << 20
 PREDICTIONS = [
     "model", "P", "setting", "step, ms", "speed-up", "first token, ms", "speed-up", "sent a step, GB",
     "state, MiB", "workspace, MiB", "kept with recompute, MiB",

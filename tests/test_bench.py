@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from bench_runs import ROOT, bench
 
+from echo_megatron.arguments import message_size
 from echo_megatron.bench import all_reduce, two_collective
 from echo_megatron.bench.critical_path import Matmuls
 from echo_megatron.bench.rows import (
@@ -21,7 +23,6 @@ from echo_megatron.bench.rows import (
     SMOOTH_SIZES,
     Row,
     all_rows,
-    parse_size,
     select,
     smooth_sizes,
 )
@@ -60,10 +61,10 @@ class TestRows:
             select(all_rows(), ["echo5"])
 
     def test_sizes(self) -> None:
-        assert [parse_size(text) for text in ("4096", "64K", "16M", "1G")] == [4096, 1 << 16, 1 << 24, 1 << 30]
+        assert [message_size(text) for text in ("4096", "64K", "16M", "1G")] == [4096, 1 << 16, 1 << 24, 1 << 30]
         for text in ("", "3", "0", "1.5M", "M", "-2"):
-            with pytest.raises(ValueError, match="expected an even number of bytes"):
-                parse_size(text)
+            with pytest.raises(argparse.ArgumentTypeError, match="expected an even number of bytes"):
+                message_size(text)
         assert set(SMOOTH_SIZES) <= {*SMALL_SIZES, *LARGE_SIZES}
         for base in SMOOTH_SIZES:
             less, more, larger = smooth_sizes(base)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from echo_megatron import provenance
+from echo_megatron.arguments import message_size
 from echo_megatron.bench import echo_calls, runs, tables
 from echo_megatron.bench.baselines import Unavailable, make_baseline
 from echo_megatron.bench.critical_path import MODELS, Matmuls
@@ -35,7 +36,6 @@ from echo_megatron.bench.rows import (
     SMOOTH_SIZES,
     Row,
     all_rows,
-    parse_size,
     select,
     smooth_sizes,
 )
@@ -67,7 +67,7 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     )
     parser.add_argument("--rows", nargs="+", help=f"names, of {names}, or docs/bench.md's; default all")
     parser.add_argument("--policies", nargs="+", choices=["rotated", "zero_aware"], help="of Echo's rows; default both")
-    parser.add_argument("--sizes", nargs="+", type=_size, help="such as 64K 16M 1G; default 4K to 1G")
+    parser.add_argument("--sizes", nargs="+", type=message_size, help="such as 64K 16M 1G; default 4K to 1G")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), help="matmuls of the critical rows; default all")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and calls: a look")
     parser.add_argument("--warmup", type=int, default=30)
@@ -348,13 +348,6 @@ def render(path: Path) -> None:
         return
     write_results(path.parent, path.stem, results, tables.markdown(results))
     figures.draw(path.with_suffix(".png"), results)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _start_ranks(num_ranks: int | None, arguments: Sequence[str]) -> int:

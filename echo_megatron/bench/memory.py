@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echo_megatron.bench.rows import ITEMSIZE
 from echo_megatron.bench.timing import ALIGNED_VALUES, POOL_BYTES
-
-ITEMSIZE = 2
 
 
 class Memory:

@@ -126,19 +126,6 @@ def smooth_sizes(base: int) -> list[int]:
     return [ITEMSIZE * close for close in (values - 2, values + 2, (values * 21 // 20) | 1)]
 
 
-def parse_size(text: str) -> int:
-    """`64K`, `16M`, `1G` or plain bytes, as bytes of BF16 values.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    factors = {"K": KIB, "M": MIB, "G": 1 << 30}
-    digits, factor = (text[:-1], factors[text[-1]]) if text[-1:] in factors else (text, 1)
-    if not digits.isdecimal() or not int(digits) or int(digits) * factor % ITEMSIZE:
-        raise ValueError(f"size: expected an even number of bytes such as 65536, 64K, 16M or 1G; got {text!r}")
-    return int(digits) * factor
-
-
 def _echo_rows(policy: Policy) -> list[Row]:
     echo4 = EchoConfig(policy=policy, group_size=32 if policy is Policy.rotated else 128, gather_bits=NATIVE_BITS)
     echo8 = echo4.replace(bits=8)

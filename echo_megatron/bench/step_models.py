@@ -78,11 +78,6 @@ class Workload:
         self._positions = torch.arange(sequence, device=device).unsqueeze(0).expand(batch, sequence)
         self._loss: Tensor | None = None
 
-    @property
-    def num_parameters(self) -> int:
-        """Of this rank."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     def forward_loss(self) -> Tensor:
         """The mean loss of the batch in training mode; gradients of an earlier step are dropped."""
         self._train(True)
@@ -110,6 +105,11 @@ class Workload:
         """Of the last step; waits for it."""
         assert self._loss is not None
         return self._loss.item()
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    """Of this rank."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def build(shape: ModelShape, num_layers: int, sequence: int, device: torch.device) -> Any:

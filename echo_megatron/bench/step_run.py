@@ -18,7 +18,7 @@ from echo_megatron.bench import step_profile, step_tables
 from echo_megatron.bench.clocks import ClockSampler
 from echo_megatron.bench.parts import FAILURES, PartedBench
 from echo_megatron.bench.step_load import Copied, Load, Loaded
-from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers, layers_kind
+from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers, layers_kind, num_parameters
 from echo_megatron.bench.step_settings import (
     NCCL,
     SKIPPED,
@@ -223,7 +223,7 @@ class StepBench(PartedBench):
             "batch": batch,
             "sequence": sequence,
             "layers_kind": layers_kind(self.device),
-            "parameters_a_rank": workload.num_parameters,
+            "parameters_a_rank": num_parameters(workload.model),
             "sites": num_sites(workload.model),
             "message_bytes": batch * sequence * shape.hidden * itemsize,
         }

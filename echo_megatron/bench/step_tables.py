@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from echo_megatron.bench.rows import MIB
 from echo_megatron.bench.step_timing import gained_share, spread
 from echo_megatron.result_files import markdown_table, provenance_lines
 
 Row = Mapping[str, Any]
 NATIVE, ECHO, BOUND = "nccl16", "echo4", "skipped"
 QUANTITIES = {"step": "training step", "forward": "time to first token"}
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 
 # Paper Table 3: A100 server, P = 8, speed-up of 4-bit Echo over 16 bits at loads of 0, 50, 75 and 100 %.
 PAPER_LOADS = (0, 50, 75, 100)

@@ -49,11 +49,6 @@ class Serving:
         use_cached_attention(self.model)
         self._contexts: dict[int, Any] = {}
 
-    @property
-    def num_parameters(self) -> int:
-        """Of this rank."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     def message(self, batch: int, sequence: int) -> Tensor:
         """A tensor like a site's, without memory."""
         dtype = next(self.model.parameters()).dtype

@@ -12,7 +12,7 @@ import torch
 from echo_megatron.bench import ttft_tables
 from echo_megatron.bench.parts import FAILURES, PartedBench
 from echo_megatron.bench.step_load import Copied, Load, Loaded
-from echo_megatron.bench.step_models import MODELS, layers_kind
+from echo_megatron.bench.step_models import MODELS, layers_kind, num_parameters
 from echo_megatron.bench.step_settings import NCCL, Setting, chosen, installed, num_sites
 from echo_megatron.bench.step_timing import Block, Ranks, Shares, fits, time_block
 from echo_megatron.bench.ttft_models import ALL4, Serving, serving_settings
@@ -133,7 +133,7 @@ class TtftBench(PartedBench):
             "sequence": sequence,
             "hidden": shape.hidden,
             "layers_kind": layers_kind(self.device),
-            "parameters_a_rank": serving.num_parameters,
+            "parameters_a_rank": num_parameters(serving.model),
             "sites": num_sites(serving.model)["forward"],
             "token_bytes": shape.hidden * dtype.itemsize,
         }
