@@ -72,8 +72,8 @@ def setting_table(rows: Sequence[Row], load: int) -> list[str]:
             low, high = row[f"{what}_q1_ms"], row[f"{what}_q3_ms"]
             cells += [
                 f"{row[f'{what}_ms']:.1f} ({low:.1f} to {high:.1f})",
-                _times(row[f"{what}_speedup"]),
-                _percent(row[f"{what}_share"]) if row["setting"] not in (NATIVE, BOUND) else "",
+                speedup_cell(row[f"{what}_speedup"]),
+                share_cell(row[f"{what}_share"]) if row["setting"] not in (NATIVE, BOUND) else "",
             ]
         lines.append(cells)
     return markdown_table(columns, lines)
@@ -108,13 +108,13 @@ def load_table(rows: Sequence[Row], what: str) -> list[str]:
 
         lines += [
             [model, "16 bits, ms", *cells(NATIVE, "ms", lambda ms: f"{ms:.1f}")],
-            [model, "echo4, speed-up", *cells(ECHO, "speedup", _times)],
-            [model, "bound", *cells(BOUND, "speedup", _times)],
-            [model, "echo4's share of the bound's gain", *cells(ECHO, "share", _percent)],
+            [model, "echo4, speed-up", *cells(ECHO, "speedup", speedup_cell)],
+            [model, "bound", *cells(BOUND, "speedup", speedup_cell)],
+            [model, "echo4's share of the bound's gain", *cells(ECHO, "share", share_cell)],
         ]
         if (model, what) in PAPER_SPEEDUP:
             paper = dict(zip(PAPER_LOADS, PAPER_SPEEDUP[model, what], strict=True))
-            lines.append([model, "paper, speed-up", *(_times(paper.get(load)) for load in loads)])
+            lines.append([model, "paper, speed-up", *(speedup_cell(paper.get(load)) for load in loads)])
     return markdown_table([QUANTITIES[what], "", *(f"load {load} %" for load in loads)], lines)
 
 
@@ -126,7 +126,7 @@ def link_table(links: Sequence[Row], num_bytes: int) -> list[str]:
             f"{link['load']} % (copying {link['busy']:.0%} of the time)",
             f"{link['copy_alone_gb_per_s']:.0f}",
             f"{link['all_reduce_ms']:.2f}",
-            _times(link["slowdown"]),
+            speedup_cell(link["slowdown"]),
             f"{link['copy_gb_per_s']:.0f}",
         ]
         for link in links
@@ -185,7 +185,7 @@ def memory_table(rows: Sequence[Row]) -> list[str]:
 def summary(results: Row) -> list[str]:
     """What is printed at the end."""
     lines = [line for load in _loads(results) for line in (f"load {load} %", *setting_table(results["rows"], load))]
-    return [*lines, *_left_out(results)]
+    return [*lines, *left_out(results)]
 
 
 def markdown(results: Row) -> str:
@@ -224,7 +224,7 @@ def markdown(results: Row) -> str:
         lines += ["", "## Clock and power", "", *clock_table(rows)]
     if any("peak_allocated_bytes" in row for row in rows):
         lines += ["", "## Memory of a rank", "", "In brackets: more than 16 bits.", "", *memory_table(rows)]
-    lines += ["", *_left_out(results), "", "## Made by", ""]
+    lines += ["", *left_out(results), "", "## Made by", ""]
     return "\n".join([*lines, *(f"- {line}" for line in [f"{results['date']}.", *provenance_lines(results)])]) + "\n"
 
 
@@ -232,7 +232,8 @@ def _loads(results: Row) -> list[int]:
     return sorted({row["load"] for row in results["rows"]})
 
 
-def _left_out(results: Row) -> list[str]:
+def left_out(results: Row) -> list[str]:
+    """A line for each part that was not measured, with the reason."""
     return [f"- left out: {name}: {why}" for name, why in results["left_out"].items()]
 
 
@@ -249,9 +250,11 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / MIB:g} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:g} KiB"
 
 
-def _times(ratio: float | None) -> str:
+def speedup_cell(ratio: float | None) -> str:
+    """A ratio of times; empty where it is not known."""
     return "" if ratio is None else f"{ratio:.3f}"
 
 
-def _percent(share: float | None) -> str:
+def share_cell(share: float | None) -> str:
+    """A share of the bound's gain; empty where it is not known."""
     return "" if share is None else f"{share:.0%}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from echo_megatron.bench.step_tables import BOUND, NATIVE
+from echo_megatron.bench.step_tables import BOUND, NATIVE, left_out, share_cell, speedup_cell
 from echo_megatron.bench.step_timing import gained_share, spread
 from echo_megatron.result_files import markdown_table, provenance_lines
 
@@ -56,8 +56,8 @@ def prefill_table(rows: Sequence[Row], load: int) -> list[str]:
                 f"{row['batch']} x {row['sequence']:,}",
                 row["setting"],
                 f"{row['ms']:.2f} ({row['q1_ms']:.2f} to {row['q3_ms']:.2f})",
-                _times(row["speedup"]),
-                _percent(row["share"]) if row["setting"] not in (NATIVE, BOUND) else "",
+                speedup_cell(row["speedup"]),
+                share_cell(row["share"]) if row["setting"] not in (NATIVE, BOUND) else "",
                 _size(row["message_bytes"]),
                 _size(row["sent_bytes"]),
                 str(row["rounds"]),
@@ -75,7 +75,7 @@ def load_table(rows: Sequence[Row]) -> list[str]:
         if row["setting"] != NATIVE:
             by_place.setdefault((row["model"], row["batch"], row["setting"]), {})[row["load"]] = row
     lines = [
-        [model, str(batch), setting, *("" if load not in own else _times(own[load]["speedup"]) for load in loads)]
+        [model, str(batch), setting, *("" if load not in own else speedup_cell(own[load]["speedup"]) for load in loads)]
         for (model, batch, setting), own in by_place.items()
     ]
     return markdown_table(["model", "batch", "setting", *(f"load {load} %" for load in loads)], lines)
@@ -92,7 +92,7 @@ def overview(results: Row) -> list[str]:
         cells = [by_place.get((model, load, batch, name)) for name in others]
         if native is not None:
             first = [model, f"{load} %", f"{batch} x {native['sequence']:,}", str(native["rounds"])]
-            speedups = ["" if row is None else _times(row["speedup"]) for row in cells]
+            speedups = ["" if row is None else speedup_cell(row["speedup"]) for row in cells]
             lines.append([*first, f"{native['ms']:.1f}", *speedups])
     names = [f"{name} (the bound)" if name == BOUND else name for name in others]
     return markdown_table(["model", "load", "batch", "rounds", "16 bits, ms", *names], lines)
@@ -136,7 +136,7 @@ def summary(results: Row) -> list[str]:
         lines += [f"time to first token, load {load} %", *prefill_table(results["prefill"], load)]
     for kind in _kinds(results):
         lines += [f"tokens a second, {KINDS[kind]}", *decode_table(results["decode"], kind)]
-    return [*lines, *_left_out(results)]
+    return [*lines, *left_out(results)]
 
 
 def markdown(results: Row) -> str:
@@ -156,7 +156,7 @@ def markdown(results: Row) -> str:
         lines += ["", f"## Tokens a second, {KINDS[kind]}", "", *decode_table(results["decode"], kind)]
     if results["decode"]:
         lines += ["", "## Bytes of a decode step", "", *message_table(results["decode"])]
-    lines += ["", *_left_out(results), "", "## Made by", ""]
+    lines += ["", *left_out(results), "", "## Made by", ""]
     return "\n".join([*lines, *(f"- {line}" for line in [f"{results['date']}.", *provenance_lines(results)])]) + "\n"
 
 
@@ -166,10 +166,6 @@ def _kinds(results: Row) -> list[str]:
 
 def _loads(results: Row) -> list[int]:
     return sorted({row["load"] for row in results["prefill"]})
-
-
-def _left_out(results: Row) -> list[str]:
-    return [f"- left out: {name}: {why}" for name, why in results["left_out"].items()]
 
 
 def _tokens(row: Row | None, kind: str) -> str:
@@ -184,11 +180,3 @@ def _size(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.4g} {unit}"
     return f"{num_bytes} B"
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.3f}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
