@@ -17,6 +17,8 @@ from echo_megatron.reference import check_dtype, check_group, check_scattered_re
 from echo_megatron.replay import ReplayCache, inside_backward
 from echo_megatron.sites import PassClock, Site
 from echo_megatron.transports.collective import CollectiveTransport
+from echo_megatron.transports.options import options_of
+from echo_megatron.transports.peers import Peers
 from echo_megatron.transports.protocol import CommunicationError, Reduced, Transport
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,12 @@ class Communicator:
         is_recomputed: tells, during a forward pass, whether it will run again inside the backward pass.
         max_passes: see `ReplayCache`.
 
-    Collective: every rank of the group creates it together, and `destroy`s it together.
+    Collective: every rank of the group creates it together, with the same options, and `destroy`s it together.
 
     Raises:
-        ValueError: the group's size is out of range, the config does not quantize, or `transport: p2p` can't be had.
+        ValueError: the ranks' options differ, the group's size is out of range, the config does not quantize, or
+            `transport: p2p` can't be had.
+        CommunicationError: a rank does not come within `timeout_s` to create it.
     """
 
     def __init__(
@@ -50,7 +54,6 @@ class Communicator:
         is_recomputed: Callable[[], bool] = _never,
         max_passes: int | None = None,
     ) -> None:
-        check_group(group.size(), config)
         self.group = group
         self.world_size = group.size()
         self.config = config
@@ -266,14 +269,17 @@ def _same(output: Tensor) -> Tensor:
 
 
 def _make_transport(group: dist.ProcessGroup, config: EchoConfig) -> tuple[Transport, str]:
-    """The transport, the same kind on every rank, and why. Collective where there are GPUs."""
+    """The transport, the same kind on every rank, and why. Collective."""
+    # Before anything that a rank may refuse or do alone: the others would wait for it.
+    peers = Peers(group, options_of(config), config.timeout_s) if group.size() > 1 else None
+    check_group(group.size(), config)
     if config.transport is TransportName.collective:
-        return CollectiveTransport(group, config), "asked for"
-    if group.size() == 1:
-        return CollectiveTransport(group, config), "one rank"
+        return CollectiveTransport(group, config, peers), "asked for"
+    if peers is None:
+        return CollectiveTransport(group, config, peers), "one rank"
     asked = config.transport is TransportName.p2p
     if not asked and not (torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)):
-        return CollectiveTransport(group, config), "no GPUs in this group"
+        return CollectiveTransport(group, config, peers), "no GPUs in this group"
     from echo_megatron.transports import p2p_setup
 
     reason = p2p_setup.agree(group)
@@ -284,4 +290,4 @@ def _make_transport(group: dist.ProcessGroup, config: EchoConfig) -> tuple[Trans
             reason = str(error)
     if asked:
         raise ValueError(f"transport p2p: {reason}; remove the cause, or use transport: auto or collective")
-    return CollectiveTransport(group, config), f"p2p is not possible: {reason}"
+    return CollectiveTransport(group, config, peers), f"p2p is not possible: {reason}"

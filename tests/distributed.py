@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -53,21 +54,42 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world_size)]
 
 
-def _entry_that_may_die(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _entry_that_may_die(
+    rank: int, world_size: int, folder: str, port: int, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     """As `run_ranks` does it, but a rank may die: no barrier at the end, and no clean-up that waits for the others."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
+    if port:
+        store: dist.Store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    else:
+        store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.save(fn(rank, world_size, *args), f"{folder}/result{rank}")
     os._exit(0)
 
 
-def run_with_losses(fn: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> list[int | None]:
-    """Exit code of every rank; what `fn` returned lies in result0, result1, …"""
+def run_with_losses(
+    fn: Callable[..., Any], world_size: int, folder: Path, *args: Any, store: str = "file"
+) -> list[int | None]:
+    """Exit code of every rank; what `fn` returned lies in result0, result1, …
+
+    Args:
+        fn: of every rank; it may kill its process.
+        world_size: number of ranks.
+        folder: an empty one.
+        args: of `fn`, behind rank and world size.
+        store: what the ranks meet in: a `file`, or a server in the process of rank 0 (`tcp`).
+    """
     context = mp.get_context("fork")
     ranks = range(world_size)
+    port = 0
+    if store == "tcp":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
     processes = [
-        context.Process(target=_entry_that_may_die, args=(rank, world_size, str(folder), fn, args)) for rank in ranks
+        context.Process(target=_entry_that_may_die, args=(rank, world_size, str(folder), port, fn, args))
+        for rank in ranks
     ]
     for process in processes:
         process.start()

@@ -14,6 +14,7 @@ from distributed import run_ranks, run_with_losses
 from echo_megatron.communicator import Communicator
 from echo_megatron.config import Direction, EchoConfig
 from echo_megatron.sites import Site
+from echo_megatron.transports.peers import ROLL_CALL_S
 from echo_megatron.transports.protocol import CommunicationError
 
 
@@ -86,13 +87,15 @@ def test_a_killed_peer_is_reported_by_the_survivors_within_the_limit(tmp_path):
         seconds, message = torch.load(tmp_path / f"result{rank}", weights_only=False)
         assert seconds < 20
         assert f"rank {rank} of 3" in message and "backward site 1" in message and "linear_qkv" in message
-        assert "timeout_s=15" in message
+        assert "phase agree: rank 1 has ended (process " in message and "timeout_s=15" in message
+        assert f"; rank {2 - rank} gave up as well (backward site 1 of chunk 0 (" in message
 
 
-def late_peer(rank, world_size):
+def late_peer(rank, world_size, done):
     communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=1.0))
     if rank == 1:
-        time.sleep(4)
+        while not done.exists():
+            time.sleep(0.02)
         return None
     start = time.time()
     try:
@@ -103,10 +106,12 @@ def late_peer(rank, world_size):
 
 
 def test_a_late_peer_ends_the_wait(tmp_path):
-    assert run_with_losses(late_peer, 2, tmp_path) == [0, 0]
+    assert run_with_losses(late_peer, 2, tmp_path, tmp_path / "result0") == [0, 0]
     seconds, message = torch.load(tmp_path / "result0", weights_only=False)
-    assert 0.9 < seconds < 3.5
+    assert 0.9 + ROLL_CALL_S < seconds < 4 + ROLL_CALL_S
     assert "rank 0 of 2" in message and "forward site 0" in message and "timeout_s=1" in message
+    assert "rank 1 does not answer a roll call of 3 s: its process " in message
+    assert "runs, but hangs or is busy outside of this call" in message
 
 
 def group_destroyed_first(rank, world_size):

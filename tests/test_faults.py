@@ -60,12 +60,12 @@ def test_small_messages_are_measured_to_be_no_slower_than_nccl_s() -> None:
 # -- a rank that dies within a call
 
 
-def killed_within_a_call(rank: int, world_size: int, kind: str, phase: str) -> tuple[float, str]:
-    """Rank 1 has sent what comes before the phase, and dies instead of taking part in it."""
+def killed_within_a_call(rank: int, world_size: int, kind: str, phase: str, dying: int) -> tuple[float, str]:
+    """A rank has sent what comes before the phase, and dies instead of taking part in it."""
     communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=15, algorithm=Algorithm.two_shot))
     call = getattr(communicator, kind)
     call(torch.ones(3 * 5000), Site(0, Direction.forward))
-    if rank == 1:
+    if rank == dying:
         wait = CollectiveTransport._named_errors
 
         def die(self: CollectiveTransport, site: Site, reached: str) -> Any:
@@ -81,15 +81,29 @@ def killed_within_a_call(rank: int, world_size: int, kind: str, phase: str) -> t
 
 
 @pytest.mark.parametrize(
-    ("kind", "phase"), [("all_reduce", "gather"), ("reduce_scatter", "push"), ("all_gather", "gather")]
+    ("kind", "phase", "dying", "store"),
+    [
+        ("all_reduce", "gather", 1, "file"),
+        ("all_reduce", "push", 2, "tcp"),
+        ("reduce_scatter", "push", 1, "tcp"),
+        ("all_gather", "gather", 0, "tcp"),  # with the store, which is in its process
+    ],
 )
-def test_a_rank_killed_within_a_call_ends_it_on_the_others(tmp_path: Path, kind: str, phase: str) -> None:
-    assert run_with_losses(killed_within_a_call, 3, tmp_path, kind, phase) == [0, KILLED, 0]
-    for rank in (0, 2):
+def test_a_rank_killed_within_a_call_ends_it_on_the_others(
+    tmp_path: Path, kind: str, phase: str, dying: int, store: str
+) -> None:
+    exits = run_with_losses(killed_within_a_call, 3, tmp_path, kind, phase, dying, store=store)
+    survivors = [rank for rank in range(3) if rank != dying]
+    assert exits == [KILLED if rank == dying else 0 for rank in range(3)]
+    for rank, other in (survivors, survivors[::-1]):
         seconds, message = torch.load(tmp_path / f"result{rank}", weights_only=False)
         assert seconds < 20
-        for part in (f"rank {rank} of 3", "forward site 1", "linear_fc2", f"phase {phase}", "closed its connection"):
-            assert part in message
+        where = f"forward site 1 of chunk 0 (layers.0.mlp.linear_fc2), phase {phase}"
+        assert message.startswith(f"rank {rank} of 3: {where}: rank {dying} has ended (process ")
+        if dying == 0:
+            assert "; the store of torch.distributed can't be reached: the process that hosts it (rank 0" in message
+        else:
+            assert f"; rank {other} gave up as well ({where}). A peer did not answer (timeout_s=15)" in message
 
 
 # -- a run that dies

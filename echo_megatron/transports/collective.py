@@ -24,6 +24,7 @@ from echo_megatron.reference import (
     sum_in_rank_order,
 )
 from echo_megatron.sites import Site
+from echo_megatron.transports.peers import Peers
 from echo_megatron.transports.protocol import CommunicationError, Reduced
 
 MIN_BYTES = 16384  # on a CPU; reasoned, not measured
@@ -38,12 +39,13 @@ class CollectiveTransport:
     Args:
         group: the tensor-parallel process group.
         config: the options.
+        peers: the ranks of the group; None where this one is alone.
     """
 
     name = "collective"
 
-    def __init__(self, group: dist.ProcessGroup, config: EchoConfig) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, config: EchoConfig, peers: Peers | None) -> None:
+        self.group, self.peers = group, peers
         self.rank, self.world_size = group.rank(), group.size()
         self.config = config
         self.algorithm = choose_algorithm(config, self.world_size)
@@ -280,7 +282,7 @@ class CollectiveTransport:
             work.wait(timedelta(seconds=self.config.timeout_s))
 
     def _named_errors(self, site: Site, phase: str) -> _NamedErrors:
-        return _NamedErrors(f"rank {self.rank} of {self.world_size}: {site}, phase {phase}", self.config.timeout_s)
+        return _NamedErrors(self, f"{site}, phase {phase}")
 
     def _quantizer(self, bits: int) -> Quantizer:
         if bits not in self._quantizers:
@@ -289,18 +291,22 @@ class CollectiveTransport:
 
 
 class _NamedErrors:
-    """Turns a backend's error into one that says who waited where."""
+    """Turns a backend's error, which knows no ranks, into one that says who waited where, and for whom."""
 
-    def __init__(self, where: str, timeout_s: float) -> None:
-        self.where, self.timeout_s = where, timeout_s
+    def __init__(self, transport: CollectiveTransport, where: str) -> None:
+        self.transport, self.where = transport, where
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+            transport = self.transport
+            assert transport.peers is not None
             raise CommunicationError(
-                f"{self.where}: a peer did not answer (timeout_s={self.timeout_s:g}) or closed its connection: {error}"
+                f"rank {transport.rank} of {transport.world_size}: {self.where}: "
+                f"{transport.peers.roll_call(self.where)}. A peer did not answer "
+                f"(timeout_s={transport.config.timeout_s:g}) or closed its connection: {error}"
             ) from error
 
 
