@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from compiler import COMPILER
 from torch import Tensor
 
 from echo_megatron.compensator import Compensator
@@ -19,7 +18,6 @@ from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import make_quantizer
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ONE_SHOT, TWO_SHOT, REDUCE_SCATTER, ALL_GATHER = 1, 2, 3, 4  # cuda/layout.cuh, Algorithm
 LOCAL, NONE = 0, 2  # Residual

@@ -10,9 +10,9 @@ import random
 
 import pytest
 import torch
+from compiler import COMPILER
 from emulated_ranks import (
     ALL_GATHER,
-    COMPILER,
     DTYPES,
     ONE_SHOT,
     REDUCE_SCATTER,

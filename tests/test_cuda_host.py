@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from compiler import COMPILER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +29,6 @@ STATE_DTYPES = list(StateDtype)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # Exponents that a tile or a call of finite FP32 values can have.
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -149 - 14, 127 - 4
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 quantizers = st.builds(Quantizer, st.sampled_from((4, 8)), st.sampled_from(POLICIES), st.sampled_from(GROUP_SIZES))

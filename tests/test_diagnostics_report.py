@@ -15,7 +15,7 @@ from echo_megatron import cli
 from echo_megatron.diagnostics import QUANTITIES
 from echo_megatron.diagnostics_report import load_inspection, remarks
 from echo_megatron.pretrain.schema_checks import validate
-from tests.pretrain_runs import log_path, losses, make_config, train, write_tokens
+from tests.pretrain_runs import log_path, losses, make_config, train
 
 ECHO4 = ("tp_comm.bits=4", "tp_comm.min_bytes=0")
 SITES = [
@@ -24,16 +24,6 @@ SITES = [
 SITES += [
     f"backward/layers.{layer}.{name}" for layer in (1, 0) for name in ("mlp.linear_fc1", "self_attention.linear_qkv")
 ]
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    import megatron.core.models.gpt  # noqa: F401  # once, so that forked processes start at once
-    import torch.utils.tensorboard  # noqa: F401
-
-    import echo_megatron.pretrain.loop  # noqa: F401
-
-    return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def write_events(folder: Path, steps: dict[int, dict[str, float]]) -> Path:

@@ -23,6 +23,7 @@ from torch import Tensor
 from echo_megatron.config import GROUP_SIZES
 from echo_megatron.quantizer import HEADER_BYTES, TILE_VALUES, Quantizer
 from echo_megatron.tuning import MAX_DEPTH
+from tests.compiler import COMPILER
 from tests.protocol_model import (
     ALGORITHMS,
     NUMBERS,
@@ -35,7 +36,7 @@ from tests.protocol_model import (
     rows_of,
     write_call,
 )
-from tests.test_cuda_host import COMPILER, HIGHEST_EXPONENT, LOWEST_EXPONENT, POLICIES, for_host, pointer, same_bits
+from tests.test_cuda_host import HIGHEST_EXPONENT, LOWEST_EXPONENT, POLICIES, for_host, pointer, same_bits
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -153,11 +154,6 @@ def test_short_records_are_the_beginning_of_whole_ones(repeat: Callable[[Callabl
 
 
 # -- schedules
-
-
-@pytest.fixture(scope="module")
-def layout(tmp_path_factory: pytest.TempPathFactory) -> Layout:
-    return Layout(str(COMPILER), tmp_path_factory.mktemp("layout"))
 
 
 SLOT_BYTES = 128

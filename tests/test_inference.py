@@ -14,6 +14,7 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 from inference_engines import install_stand_ins, run_dynamic_engine, run_static_engine
+from presets import ECHO4, PASS_THROUGH
 from test_hf import initialize, make_checkpoint
 
 from echo_megatron.config import EchoConfig
@@ -24,8 +25,6 @@ NUM_TOKENS = 5
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14, 15], [21], [31, 32, 33, 34, 35, 36, 37])
 LONG = (list(range(90)), [7, 8, 9])  # the first is more than an engine step's 64 tokens
 NATIVE = EchoConfig.preset("nccl")
-ECHO4 = EchoConfig.preset("echo4", min_bytes=0)
-PASS_THROUGH = EchoConfig.preset("echo4", min_bytes=2**62)
 EARLY8 = ECHO4.replace(early_bits=8, early_fraction=0.5)
 PAPER = EchoConfig.preset("echo4_paper", min_bytes=0)
 

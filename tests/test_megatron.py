@@ -8,19 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from tiny_megatron import HIDDEN, build_trainer, gradients, record_sites, run_step
+from presets import ECHO4, PASS_THROUGH
+from tiny_megatron import HIDDEN, build_trainer, gradients, record_sites, run_step, train
 
 from echo_megatron import EchoConfig, install
 from echo_megatron.config import Direction
 from echo_megatron.integrations.megatron_checks import _REFUSALS, check_model
 from echo_megatron.process_group import EchoProcessGroup
-
-ECHO4 = EchoConfig.preset("echo4", min_bytes=0)
-PASS_THROUGH = EchoConfig.preset("echo4", min_bytes=2**62)
-
-
-def train(trainer, steps=2, **options):
-    return [run_step(trainer, step, **options) for step in range(steps)], gradients(trainer)
 
 
 def stock_and_echo(rank, world_size, config):

@@ -6,16 +6,14 @@ from types import ModuleType
 import pytest
 import torch
 from distributed import run_ranks
+from presets import ECHO4, PASS_THROUGH
 from tiny_megatron import HIDDEN, VOCAB, build_trainer, gradients, record_sites, run_step
 from torch import nn
 
-from echo_megatron import EchoConfig, install
+from echo_megatron import install
 from echo_megatron.integrations import versions
 from echo_megatron.integrations.megatron_report import _ranges
 from echo_megatron.process_group import EchoProcessGroup
-
-ECHO4 = EchoConfig.preset("echo4", min_bytes=0)
-PASS_THROUGH = EchoConfig.preset("echo4", min_bytes=2**62)
 
 
 class Adapted(nn.Module):

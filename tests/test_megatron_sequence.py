@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from tiny_megatron import HIDDEN, build_trainer, gradients, run_step
+from presets import ECHO4, PASS_THROUGH
+from tiny_megatron import HIDDEN, build_trainer, gradients, run_step, train
 
 from echo_megatron import EchoConfig, install
 from echo_megatron.config import Direction
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.reference import SimulatedGroup
 
-ECHO4 = EchoConfig.preset("echo4", min_bytes=0)
-PASS_THROUGH = EchoConfig.preset("echo4", min_bytes=2**62)
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -38,10 +37,6 @@ def record_calls(communicator):
     for name in ("all_reduce", "reduce_scatter", "all_gather"):
         setattr(communicator.transport, name, recording(name, getattr(communicator.transport, name)))
     return log
-
-
-def train(trainer, steps=2, **options):
-    return [run_step(trainer, step, **options) for step in range(steps)], gradients(trainer)
 
 
 def trained(rank, world_size, layout, arms, steps=2, **options):

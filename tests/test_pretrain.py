@@ -23,20 +23,9 @@ from tests.pretrain_runs import (
     train,
     wait,
     wait_for_step,
-    write_tokens,
 )
 
 ECHO4 = ("tp_comm.bits=4", "tp_comm.min_bytes=0")
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    import megatron.core.models.gpt  # noqa: F401  # once, so that forked processes start at once
-    import torch.utils.tensorboard  # noqa: F401
-
-    import echo_megatron.pretrain.loop  # noqa: F401
-
-    return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def finish(config: PretrainConfig) -> RunFolder:

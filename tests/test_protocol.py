@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 from typing import get_args
 
 import pytest
 
 from echo_megatron.tuning import MAX_DEPTH
+from tests.compiler import COMPILER
 from tests.protocol_explorer import Model, explore
 from tests.protocol_model import ALGORITHMS, NUMBERS, Call, Collective, Layout, Mutation
 
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 TILE = 4096
@@ -28,11 +26,6 @@ UNEVEN = {2: 2 * TILE + 128, 3: 3 * TILE + 128}
 def two_tiles(name: Collective, world: int) -> Call:
     """Of each segment."""
     return Call(name, world * 2 * TILE if name == "two_shot" else 2 * TILE)
-
-
-@pytest.fixture(scope="module")
-def layout(tmp_path_factory: pytest.TempPathFactory) -> Layout:
-    return Layout(str(COMPILER), tmp_path_factory.mktemp("layout"))
 
 
 def test_rings_fit_what_they_share(layout: Layout) -> None:

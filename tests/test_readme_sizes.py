@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from compiler import COMPILER
 from pages import RESULTS, ROOT, tables
 
 from echo_megatron.config import PRESETS, EchoConfig, StateDtype
@@ -18,7 +17,6 @@ from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.workspace import MAX_DEPTH, TEAMS_A_BLOCK
 
 QUANTIZED_PRESETS = [name for name in PRESETS if EchoConfig.preset(name).quantizes]
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 H200_MULTIPROCESSORS = 132
 
 

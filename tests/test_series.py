@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pretrain_runs import log_path, losses, make_config, train, write_tokens
+from pretrain_runs import log_path, losses, make_config, train
 from synthetic_runs import losses_of, write_run
 
 from echo_megatron.pretrain.series import run_series
@@ -16,11 +16,6 @@ ARMS = {
     "consensus": ["tp_comm.bits=4", "tp_comm.min_bytes=0", "tp_comm.residual=consensus"],
     "local": ["tp_comm.bits=4", "tp_comm.min_bytes=0"],
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def configs_in(folder, data, *overrides):

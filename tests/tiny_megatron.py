@@ -208,3 +208,8 @@ def record_sites(trainer: Trainer, communicator) -> None:
         return original(x, site, *rest)
 
     communicator.transport.all_reduce = recording
+
+
+def train(trainer, steps=2, **options):
+    """Losses of every step, and the gradients of the last."""
+    return [run_step(trainer, step, **options) for step in range(steps)], gradients(trainer)
