@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from virtual_checks import CheckedRanks
+from virtual_checks import CheckedRanks, contributions
 from virtual_ranks import Call, VirtualRanks, numbers_of, poisoned_like
 from virtual_workspaces import STAGES, VirtualWorkspaces
 
@@ -16,11 +16,6 @@ TIMEOUT_S = 1.0
 SOON_S = 0.3
 SITE = Site(5, Direction.backward, chunk=2)
 CYCLES_A_SECOND = 1_700_000_000
-
-
-def contributions(world_size, num_values, seed=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return [torch.randn(num_values, generator=generator, device="cuda").bfloat16() for _ in range(world_size)]
 
 
 def run_some(ranks, xs, absent=(), sites=None):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from feedbacks import AVERAGES
-from virtual_checks import RecordedGroup, assert_same_bits, assert_same_state
+from virtual_checks import RecordedGroup, assert_same_bits, assert_same_state, contributions
 from virtual_ranks import Call, VirtualRanks
 from virtual_workspaces import VirtualWorkspaces, resident_blocks
 
@@ -16,11 +16,6 @@ from echo_megatron.sites import Site
 NUM_SITES = 3
 NUM_REPLAYS = 50
 MILLISECOND = 1_700_000  # GPU cycles
-
-
-def contributions(world_size, num_values, seed):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return [torch.randn(num_values, generator=generator, device="cuda").bfloat16() for _ in range(world_size)]
 
 
 class CapturedPass:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from feedbacks import AVERAGES
 from torch.testing._internal.optests import generate_tests
-from virtual_checks import RecordedGroup, assert_same_bits
+from virtual_checks import RecordedGroup, assert_same_bits, contributions
 from virtual_ranks import Call, VirtualRanks, numbers_of, poisoned_like
 
 from echo_megatron import ops
@@ -26,11 +26,6 @@ CONFIGS = [
 ]
 
 
-def contributions(num_values=5_000):
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [torch.randn(num_values, generator=generator, device="cuda").bfloat16() for _ in range(2)]
-
-
 @pytest.fixture
 def without_copies(monkeypatch):
     monkeypatch.setattr(generate_tests, "deepcopy_tensors", lambda inputs: inputs)
@@ -44,7 +39,7 @@ def test_all_reduce(config, in_place, util, without_copies):
     library = torch.ops.echo_megatron
     operator = (library.all_reduce_ if in_place else library.all_reduce).default
     for has_peer in (False, True):  # the first run loads and allocates what opcheck needs, before a kernel waits
-        xs = contributions()
+        xs = contributions(2, 5_000)
         expected = RecordedGroup(2, config).all_reduce(xs, SITE)
         ranks = VirtualRanks(2, config, num_blocks=2, timeout_s=5.0 if has_peer else 0.05)
         outs = xs if in_place else [poisoned_like(x) for x in xs]
@@ -71,7 +66,7 @@ def test_exact_all_reduce(in_place, util, without_copies):
     library = torch.ops.echo_megatron
     operator = (library.exact_all_reduce_ if in_place else library.exact_all_reduce).default
     for has_peer in (False, True):
-        xs = contributions()
+        xs = contributions(2, 5_000)
         expected = exact_sum(torch.stack(xs))
         memory = VirtualRanks(2, EchoConfig(), num_blocks=2, timeout_s=5.0 if has_peer else 0.05).memory
         outs = xs if in_place else [poisoned_like(x) for x in xs]
@@ -105,7 +100,7 @@ def test_exact_all_reduce(in_place, util, without_copies):
 def test_decode_and_consensus_update(policy, algorithm):
     config = EchoConfig(policy=policy, algorithm=algorithm, residual=Residual.consensus)
     ranks = VirtualRanks(2, config)
-    ranks.all_reduce(contributions(), Site(0, Direction.forward))
+    ranks.all_reduce(contributions(2, 5_000), Site(0, Direction.forward))
     ranks.memory.check()
     call = ranks.calls[0]
     library, options = torch.ops.echo_megatron, {"world_size": 2, **call.records}

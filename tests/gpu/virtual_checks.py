@@ -14,6 +14,12 @@ from echo_megatron.reference import SimulatedGroup, exact_sum, make_quantizer
 from echo_megatron.sites import Site
 
 
+def contributions(world_size: int, num_values: int, seed: int = 0) -> list[Tensor]:
+    """Normal BF16 values of every rank."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [torch.randn(num_values, generator=generator, device="cuda").bfloat16() for _ in range(world_size)]
+
+
 class RecordingQuantizer(Quantizer):
     """Keeps what it quantized last."""
 
