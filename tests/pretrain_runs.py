@@ -23,6 +23,22 @@ from echo_megatron.pretrain.schema import PretrainConfig
 from echo_megatron.run_folder import RunFolder
 
 VOCAB_SIZE = 64
+# None of the tests waits for these: a dead process closes its connections. A cold, loaded machine needs minutes.
+COLLECTIVE_TIMEOUT_S = 240
+RUN_TIMEOUT_S = 420
+
+
+def import_what_runs_need() -> None:
+    """In the tests' own process, once: forked processes then start at once, and none waits for another's imports."""
+    import megatron.core.dist_checkpointing.strategies.fully_parallel
+    import megatron.core.dist_checkpointing.strategies.state_dict_saver
+    import megatron.core.models.gpt  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+
+    import echo_megatron.data.gpt
+    import echo_megatron.integrations.megatron
+    import echo_megatron.pretrain.loop
+    import echo_megatron.pretrain.worker  # noqa: F401
 
 
 def write_tokens(folder: Path) -> dict[str, Any]:
@@ -73,7 +89,7 @@ def make_config(runs_dir: Path, data: dict[str, Any], name: str, *overrides: str
             "val_batches": 1,
             "save_interval": 4,
             "log_interval": 1,
-            "timeout_s": 60,
+            "timeout_s": COLLECTIVE_TIMEOUT_S,
         },
         "tp_comm": {"bits": 16},
     }
@@ -140,7 +156,7 @@ def running(
 def train(
     config: PretrainConfig,
     before: Callable[[], None] | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = RUN_TIMEOUT_S,
     work: Work = train_one,
 ) -> list[int | None]:
     """Run to the end; returns every process's exit status."""
@@ -148,7 +164,7 @@ def train(
         return wait(processes, timeout_s)
 
 
-def wait(processes: list[BaseProcess], timeout_s: float = 120) -> list[int | None]:
+def wait(processes: list[BaseProcess], timeout_s: float = RUN_TIMEOUT_S) -> list[int | None]:
     """Every process's exit status, None for one that did not end in time."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
@@ -156,7 +172,7 @@ def wait(processes: list[BaseProcess], timeout_s: float = 120) -> list[int | Non
     return [process.exitcode for process in processes]
 
 
-def wait_for_step(config: PretrainConfig, step: int, timeout_s: float = 120) -> None:
+def wait_for_step(config: PretrainConfig, step: int, timeout_s: float = RUN_TIMEOUT_S) -> None:
     """Until `metrics.jsonl` has the step."""
     deadline = time.monotonic() + timeout_s
     path = config.run_dir / "metrics.jsonl"

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from distributed import run_ranks, run_with_losses
 from echo_megatron.communicator import Communicator
 from echo_megatron.config import Direction, EchoConfig
 from echo_megatron.sites import Site
+from echo_megatron.transports import peers
 from echo_megatron.transports.peers import ROLL_CALL_S
+from echo_megatron.transports.processes import Process, _state_and_start
 from echo_megatron.transports.protocol import CommunicationError
 
 
@@ -66,7 +69,11 @@ def test_ranks_that_make_different_calls_are_told(kind, theirs):
     assert "expected the same call on all 3 ranks" in messages[1] and "rank 0 has" in messages[1]
 
 
-def killed_peer(rank, world_size, timeout_s):
+def killed_peer(rank, world_size, timeout_s, num_hosts):
+    if num_hosts > 1:  # whose processes are unknown here; only the roll call tells
+        this = Process.this()
+        Process.this = classmethod(lambda cls: replace(this, namespace=f"host {rank}"))
+        peers.ROLL_CALL_S = 0.5
     communicator = Communicator(dist.group.WORLD, EchoConfig(timeout_s=timeout_s))
     communicator.all_reduce(torch.ones(5000), Site(0, Direction.backward))
     if rank == 1:
@@ -81,14 +88,38 @@ def killed_peer(rank, world_size, timeout_s):
     raise AssertionError("the call succeeded without its peer")
 
 
-def test_a_killed_peer_is_reported_by_the_survivors_within_the_limit(tmp_path):
-    assert run_with_losses(killed_peer, 3, tmp_path, 15.0) == [0, -signal.SIGKILL, 0]
+@pytest.mark.parametrize("num_hosts", [1, 3])
+def test_a_killed_peer_is_reported_by_the_survivors_within_the_limit(tmp_path, num_hosts):
+    assert run_with_losses(killed_peer, 3, tmp_path, 15.0, num_hosts) == [0, -signal.SIGKILL, 0]
     for rank in (0, 2):
         seconds, message = torch.load(tmp_path / f"result{rank}", weights_only=False)
         assert seconds < 20
         assert f"rank {rank} of 3" in message and "backward site 1" in message and "linear_qkv" in message
-        assert "phase agree: rank 1 has ended (process " in message and "timeout_s=15" in message
+        dead = (
+            "has ended (process " if num_hosts == 1 else "does not answer a roll call of 0.5 s: it has ended, hangs, or"
+        )
+        assert f"phase agree: rank 1 {dead}" in message and "timeout_s=15" in message
         assert f"; rank {2 - rank} gave up as well (backward site 1 of chunk 0 (" in message
+
+
+def test_what_is_known_of_a_process():
+    this = Process.this()
+    assert not this.has_ended() and this.is_neighbour_of(this)
+    assert replace(this, start=this.start - 1).has_ended(), "another process had the number before"
+    assert not this.is_neighbour_of(replace(this, namespace="another host"))
+    unknown = replace(this, namespace="")
+    assert not unknown.is_neighbour_of(unknown)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    its = Process(this.namespace, child, _state_and_start(child)[1])
+    assert not its.has_ended()
+    os.kill(child, signal.SIGKILL)
+    while not its.has_ended():  # a zombie: nobody has waited for it yet
+        time.sleep(0.01)
+    os.waitpid(child, 0)
+    assert its.has_ended()
 
 
 def late_peer(rank, world_size, done):

@@ -50,6 +50,11 @@ def check(rank, world_size, folder):
     timeout = timedelta(seconds=60)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
+    different = EchoConfig(transport=TransportName.collective, group_size=64 if rank else 32)
+    with pytest.raises(
+        ValueError, match=r"same options on all \d ranks of a group, got group_size: 32 on rank 0 and 64"
+    ):
+        Communicator(dist.group.WORLD, different)
     for config in (case.replace(transport=TransportName.collective) for case in cases()):
         communicator, simulated = Communicator(dist.group.WORLD, config), SimulatedGroup(world_size, config)
         for num_values, dtype in ((1, torch.float32), (1_000_003, torch.bfloat16), (65_536, torch.float16)):
