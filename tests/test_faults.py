@@ -33,13 +33,11 @@ from tests.pages import missing_tests
 from tests.pretrain_runs import (
     COLLECTIVE_TIMEOUT_S,
     checkpoint_tensors,
-    import_what_runs_need,
     log_path,
     losses,
     make_config,
     same,
     train,
-    write_tokens,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,12 +115,6 @@ def test_a_rank_killed_within_a_call_ends_it_on_the_others(
 
 
 # -- a run that dies
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    import_what_runs_need()
-    return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 def short_run(folder: Path, data: dict[str, Any], name: str) -> PretrainConfig:
