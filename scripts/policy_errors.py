@@ -171,10 +171,13 @@ def main() -> int:
     for row in rows:
         name = setting_of(row)
         row["perplexity"] = by_name.get(name)
-        exact = None
-        if row["group_size"] == 128:
-            exact = perplexity(subject, linears, tokens, windows, parse_setting(name).config, massive)
-        row["perplexity_exact_where_massive"] = exact
+        # The other linear of the same layers is the control: as many sites, exact as well.
+        for column, exact in (("massive", massive), ("control", {idx ^ 1 for idx in massive})):
+            is_measured = row["group_size"] == 128 and (column == "massive" or row["policy"] == "zero_aware")
+            config = parse_setting(name).config
+            row[f"perplexity_{column}_exact"] = (
+                perplexity(subject, linears, tokens, windows, config, exact) if is_measured else None
+            )
         print(name, row, flush=True)
     results = {
         "settings": {

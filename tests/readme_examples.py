@@ -121,14 +121,15 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
                     "relative_error": 0.125,
                     "relative_error_of_largest": 0.00025,
                     "perplexity": 30.0,
-                    "perplexity_exact_where_massive": None,
+                    "perplexity_massive_exact": 25.0,
+                    "perplexity_control_exact": None,
                 }
             ],
             "made_by": MADE,
         },
         [
-            "at the 1 sites where a value is over 100 times the rms of its message: layers.1 (1,000).",
-            "| 4 | 128 | naive | 0.88 | 0.1250 | 0.00025 | 30.000 (+50.00 %) |  |",
+            "at the 1 sites where a value is over 100 times the rms of its message: layers.1 (1,000);",
+            "| 4 | 128 | naive | 0.88 | 0.1250 | 0.00025 | 30.000 (+50.00 %) | 25.000 (+25.00 %) |  |",
             "commit abc",
         ],
     ),
