@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
             loads = sorted({row["load"] for row in of_model})
             colours = {ECHO: COLOURS["echo4"], **MORE, BOUND: BOUND_COLOUR}
             shown = [name for name in colours if any(row["setting"] == name for row in of_model)]
-            for place, setting in enumerate(shown):
+            width = WIDTH / max(1, len(shown))
+            measured = {load: [name for name in shown if _has(of_model, name, load)] for load in loads}
+            for setting in shown:
                 own = {row["load"]: row[f"{what}_speedup"] for row in of_model if row["setting"] == setting}
-                width = WIDTH / len(shown)
-                positions = [loads.index(load) - WIDTH / 2 + (place + 0.5) * width for load in own]
+                places = (measured[load].index(setting) + 0.5 - len(measured[load]) / 2 for load in own)
+                positions = [loads.index(load) + width * place for load, place in zip(own, places, strict=True)]
                 gains = [value - 1 for value in own.values()]  # bars grow from 1, where nothing is gained
                 bars = axes.bar(positions, gains, 0.92 * width, bottom=1, color=colours[setting], label=setting)
                 words_of = [f"{value:.2f}" for value in own.values()]
@@ -40,13 +42,18 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
             axes.set_xticks(range(len(loads)), [f"{load} %" for load in loads])
             axes.set_title(f"{model}: {words}", fontsize=9)
             axes.spines[["top", "right"]].set_visible(False)
-            if shown:
-                axes.legend(fontsize=7, frameon=False, loc="upper left")
-    panels[0][0].margins(y=0.25)
-    figure.supxlabel("background copies between the GPUs, share of the time", fontsize=9)
+    panels[0][0].margins(y=0.12)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=max(1, len(labels)))
+    for axes in panels[-1]:
+        axes.set_xlabel("background copies, share of the time", fontsize=9)
     figure.suptitle(
         f"Times faster than 16 bits, {results['world_size']} × {results['machine']['gpu'] or 'CPU process'}; "
         "skipped is the bound",
         fontsize=10,
     )
     figure.savefig(path)
+
+
+def _has(rows: Sequence[Mapping[str, Any]], setting: str, load: int) -> bool:
+    return any((row["setting"], row["load"]) == (setting, load) for row in rows)
