@@ -101,6 +101,30 @@ def test_a_killed_peer_is_reported_by_the_survivors_within_the_limit(tmp_path, n
         assert f"; rank {2 - rank} gave up as well (backward site 1 of chunk 0 (" in message
 
 
+class StuckStore:
+    """Of a host that was switched off: no connection is closed, and no answer comes."""
+
+    def set(self, key, value):
+        time.sleep(60)
+
+
+def stuck(rank, world_size):
+    communicator = Communicator(dist.group.WORLD, EchoConfig())
+    peers.ROLL_CALL_S, peers._READ_S, peers._STORE_S = 0.2, 0.1, 0.2
+    communicator.transport.peers._store = StuckStore()
+    start = time.time()
+    words = communicator.transport.peers.roll_call("here")
+    dist.barrier()
+    return time.time() - start, words
+
+
+def test_a_store_that_never_answers_delays_the_error_by_a_bounded_time():
+    for seconds, words in run_ranks(stuck, 2):
+        assert seconds < 5
+        assert words.startswith("the store of torch.distributed can't be reached: ")
+        assert words.endswith("may be the one that has ended (no answer within 0.4 s)")
+
+
 def test_what_is_known_of_a_process():
     this = Process.this()
     assert not this.has_ended() and this.is_neighbour_of(this)
