@@ -18,6 +18,7 @@ from echo_megatron.loss_statistics import (
     tail_difference,
     tail_loss,
 )
+from echo_megatron.result_files import markdown_table
 
 MISSING = "n/a"
 
@@ -109,7 +110,7 @@ def markdown(report: dict[str, Any], figure: str) -> str:
         "",
         f"![loss curves]({figure})",
         "",
-        *_table(header(report), [row(arm) for arm in report["arms"]]),
+        *markdown_table(header(report), [row(arm) for arm in report["arms"]]),
     ]
     lines += ["", report["caption"]]
     if several_seeds:
@@ -136,7 +137,7 @@ def markdown(report: dict[str, Any], figure: str) -> str:
         ]
         for run in report["runs"]
     ]
-    lines += ["", "## Runs", "", *_table(columns, rows), "", f"Made by `{report['made_by']['command']}`."]
+    lines += ["", "## Runs", "", *markdown_table(columns, rows), "", f"Made by `{report['made_by']['command']}`."]
     return "\n".join(lines) + "\n"
 
 
@@ -262,8 +263,3 @@ def _bytes(count: float | None) -> str:
 
 def _millions(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    cells = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells]

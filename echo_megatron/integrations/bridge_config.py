@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
 from typing import Any, NoReturn
 
 from echo_megatron.config import EchoConfig
-from echo_megatron.integrations.options import OPTION_NAMES, resolve
+from echo_megatron.integrations.options import OPTION_NAMES, plain, resolve
 
 
 @dataclass
@@ -77,7 +76,7 @@ class EchoBridgeConfig:
     def to_cfg_dict(self) -> dict[str, Any]:
         """What Bridge writes into run_config.yaml: what is given, in plain types, and the class to build again."""
         cls = type(self)
-        given = {name: _plain(value) for name, value in vars(self).items() if value is not None}
+        given = {name: plain(value) for name, value in vars(self).items() if value is not None}
         return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **given}
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -108,9 +107,3 @@ def describe(section: Mapping[str, Any] | None) -> str:
     tp_comm = given.pop("tp_comm", "nccl")
     options = sorted((name, value) for name, value in given.items() if name not in ("_target_", "inspect_every"))
     return " ".join(f"{name}={value}" for name, value in (("tp_comm", tp_comm), *options) if value is not None)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.name
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -2,7 +2,6 @@
 # No `from __future__ import annotations`: nemo_run's command line reads the annotations of `__init__`.
 
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any, Union
 
 import numpy as np
@@ -15,7 +14,7 @@ from nemo.utils import logging
 
 from echo_megatron import Installation, install
 from echo_megatron.integrations.megatron_checks import check_config
-from echo_megatron.integrations.options import resolve
+from echo_megatron.integrations.options import plain, resolve
 from echo_megatron.pretrain.names import tp_comm_name
 from echo_megatron.reference import check_group
 
@@ -60,7 +59,7 @@ class EchoTPComm(Callback, IOMixin):
             )
         self.tp_comm = tp_comm
         self.inspect_every = inspect_every
-        self._options = {name: _plain(value) for name, value in options.items() if value is not None}
+        self._options = {name: plain(value) for name, value in options.items() if value is not None}
         self._installation: Installation | None = None
         self._inspector: Any = None
         self._step = 0
@@ -224,10 +223,3 @@ def _check_callbacks(callbacks: list[Any]) -> None:
                     "EchoTPComm: JitTransform is not supported: a compiled model does not call the all-reduce of a "
                     "module's own process group. Expected use_torch=False and use_thunder=False, or tp_comm=nccl"
                 )
-
-
-def _plain(value: Any) -> Any:
-    """Enums by name, so that a checkpoint holds nothing but numbers, strings and lists."""
-    if isinstance(value, Enum):
-        return value.name
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

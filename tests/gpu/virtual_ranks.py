@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from virtual_records import Records, stacked, unpack_records, unpack_state
-from virtual_workspaces import VirtualWorkspaces, index_of
+from virtual_workspaces import VirtualWorkspaces
 
 from echo_megatron import ops
 from echo_megatron.compensator import Compensator
@@ -35,9 +35,9 @@ def highest_depth(
     direction: Direction = Direction.forward,
 ) -> int:
     """The largest depth whose tiles fit into shared memory."""
-    residual = index_of(config.residual_of(direction)) if config.compensates else len(Residual)
-    kernel = (bits, index_of(config.policy), index_of(algorithm), residual)
-    kernel += (index_of(config.state_dtype_of(direction)),)
+    residual = ops.index_of(config.residual_of(direction)) if config.compensates else len(Residual)
+    kernel = (bits, ops.index_of(config.policy), ops.index_of(algorithm), residual)
+    kernel += (ops.index_of(config.state_dtype_of(direction)),)
     return _highest_depth(*kernel, DTYPES.index(dtype))
 
 
@@ -75,9 +75,9 @@ class Call:
         self.in_place = out is x
         self.records = {
             "bits": site.bits,
-            "policy": index_of(config.policy),
+            "policy": ops.index_of(config.policy),
             "group_size": config.group_size,
-            "algorithm": index_of(rank.algorithm),
+            "algorithm": ops.index_of(rank.algorithm),
         }
         layout = {name: number for name, number in self.records.items() if name != "bits"}
         num_tiles = library.call_tiles(x.numel(), memory.world_size, **layout)
@@ -87,7 +87,7 @@ class Call:
         self.compensator = compensator if config.compensates else None
         self.state, self.fresh, self.coefficients = None, True, [0.0] * 5
         if self.compensator is not None:
-            num_bytes = num_tiles * library.state_tile_bytes(index_of(config.state_dtype_of(site.direction)))
+            num_bytes = num_tiles * library.state_tile_bytes(ops.index_of(config.state_dtype_of(site.direction)))
             num_values = make_quantizer(config, site.bits).num_basis_values(x.numel())
             self.state = compensator.raw_state((num_values,), num_bytes, x.device)
             self.fresh, self.coefficients = compensator.is_fresh, coefficients_of(compensator)
@@ -97,7 +97,7 @@ class Call:
         self.updates_later = self.compensator is not None and config.residual_of(site.direction) is Residual.consensus
         self.codes = self.kept_x = None
         if keep_codes or self.updates_later:
-            slot_bytes = library.slot_bytes(site.bits, index_of(config.policy), config.group_size)
+            slot_bytes = library.slot_bytes(site.bits, ops.index_of(config.policy), config.group_size)
             num_records = num_tiles * (memory.world_size if rank.algorithm is Algorithm.one_shot else 1)
             self.codes = torch.full((num_records * slot_bytes,), 0xAB, dtype=torch.uint8, device=x.device)
         if self.updates_later and self.in_place:
@@ -105,9 +105,9 @@ class Call:
         self.options = {
             **self.records,
             "rank": rank.rank,
-            "residual": index_of(config.residual_of(site.direction)),
-            "rescale": index_of(config.rescale),
-            "state_dtype": index_of(config.state_dtype_of(site.direction)),
+            "residual": ops.index_of(config.residual_of(site.direction)),
+            "rescale": ops.index_of(config.rescale),
+            "state_dtype": ops.index_of(config.state_dtype_of(site.direction)),
             "fresh": self.fresh,
             "coefficients": self.coefficients,
             "site": numbers_of(site),
@@ -333,7 +333,7 @@ def coefficients_of(compensator: Compensator) -> list[float]:
 
 def numbers_of(site: Site) -> list[int]:
     """A site as the operators take it."""
-    return [site.idx, index_of(site.direction), site.chunk]
+    return [site.idx, ops.index_of(site.direction), site.chunk]
 
 
 def poisoned_like(x: Tensor) -> Tensor:

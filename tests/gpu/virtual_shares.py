@@ -9,8 +9,8 @@ from torch import Tensor
 from virtual_checks import CheckedRanks, assert_same_bits, assert_same_state
 from virtual_ranks import VirtualRank, coefficients_of, numbers_of
 from virtual_records import stacked, unpack_state
-from virtual_workspaces import index_of
 
+from echo_megatron import ops
 from echo_megatron.config import Collective, Direction
 from echo_megatron.reference import make_quantizer
 from echo_megatron.sites import Site
@@ -47,12 +47,12 @@ class ShareCall:
         config, memory = rank.config, rank.memory
         library = torch.ops.echo_megatron
         self.rank, self.x, self.out, self.collective = rank, x, out, collective
-        layout = {"policy": index_of(config.policy), "group_size": config.group_size}
+        layout = {"policy": ops.index_of(config.policy), "group_size": config.group_size}
         self.options = {
             **layout,
             "rank": rank.rank,
             "bits": site.bits,
-            "rescale": index_of(config.rescale),
+            "rescale": ops.index_of(config.rescale),
             "site": numbers_of(site),
             "num_blocks": memory.num_blocks if num_blocks is None else num_blocks,
             "depth": rank.depth if depth is None else depth,
@@ -72,7 +72,7 @@ class ShareCall:
         if config.compensates:
             self.compensator = compensator
             num_tiles = library.scatter_state_tiles(num_share_values, memory.world_size, **layout)
-            num_bytes = num_tiles * library.state_tile_bytes(index_of(config.state_dtype_of(site.direction)))
+            num_bytes = num_tiles * library.state_tile_bytes(ops.index_of(config.state_dtype_of(site.direction)))
             num_values = make_quantizer(config, site.bits).num_basis_values(num_share_values)
             self.state = compensator.raw_state((num_values, collective), num_bytes, x.device)
             fresh = compensator.is_fresh
@@ -80,8 +80,8 @@ class ShareCall:
                 self.state.fill_(0xFF)  # NaN, so that reading it shows
             rank.states[site.direction] = (self.state, num_values)
         self.options |= {
-            "residual": index_of(config.residual_of(site.direction)),
-            "state_dtype": index_of(config.state_dtype_of(site.direction)),
+            "residual": ops.index_of(config.residual_of(site.direction)),
+            "state_dtype": ops.index_of(config.state_dtype_of(site.direction)),
             "fresh": fresh,
             "coefficients": coefficients_of(compensator) if config.compensates else [0.0] * 5,
         }

@@ -27,11 +27,6 @@ STAGES = ("push", "gather", "rescale")
 SPARE_MULTIPROCESSORS = 4  # for what else runs: fills, a sleeping rank, the consensus update
 
 
-def index_of(member):
-    """An enum's member as the operators take it."""
-    return list(type(member)).index(member)
-
-
 def resident_blocks(world_size: int) -> int:
     """Thread blocks a rank so that the kernels of all ranks are resident together, one block a multiprocessor."""
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -76,7 +71,7 @@ class VirtualWorkspaces:
         self.timeout_s = timeout_s
         library = torch.ops.echo_megatron
         self.ring = library.ring_size(MAX_DEPTH)
-        self.slot_bytes = library.slot_bytes(8, index_of(Policy.zero_aware), 32)  # the largest of all
+        self.slot_bytes = library.slot_bytes(8, ops.index_of(Policy.zero_aware), 32)  # the largest of all
         num_bytes = library.workspace_bytes(world_size, self.num_teams, self.ring, self.slot_bytes)
         assert num_bytes == self.slots_at().stop, "the layout here is not that of cuda/layout.cuh"
         self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(world_size)]
