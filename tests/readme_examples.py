@@ -91,7 +91,7 @@ EVALUATION = {
     ],
 }
 ERRORS = [
-    "small, 4,096 tokens of wiki: increase of perplexity",
+    "small, 4,096 tokens of wiki (test): increase of perplexity",
     "| echo4 | 4.28 | +1.89 ± 0.10 | not finite |",
     "what echo4 adds: 53.0 at P=2.",
     "| 4 bits | +4.8 | +1.0 |  | not finite |",

@@ -32,9 +32,10 @@ def expected_errors(results: Mapping[str, Any]) -> list[str]:
     """Caption, increases by setting and P, the paper's form against ours, and Table 4 where P = 4 was measured."""
     rows: list[Row] = results["rows"]
     settings = results["settings"]
+    note = f" ({settings['note']})" if settings.get("note") else ""
     lines = [
-        f"{settings['model']}, {settings['tokens']:,} tokens of {settings['data']}: increase of perplexity against 16 "
-        "bits in %, ± the standard error over the text.",
+        f"{settings['model']}, {settings['tokens']:,} tokens of {settings['data']}{note}: increase of perplexity "
+        "against 16 bits in %, ± the standard error over the text.",
         "",
         *increases_table(rows),
     ]
