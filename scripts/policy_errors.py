@@ -145,17 +145,21 @@ def page(results: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measures; the exit status is 0."""
+    """Measures; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="the text of the ablation's results")
     parser.add_argument("--models", type=Path, default=Path("build/models"), help="where the model is (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="has the ablation's JSON (%(default)s)")
     options = parser.parse_args()
-    ablation = json.loads((options.out / f"{ABLATION}.json").read_text(encoding="utf-8"))
+    try:
+        ablation = json.loads((options.out / f"{ABLATION}.json").read_text(encoding="utf-8"))
+        folder = model_folder(options.models)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     settings = ablation["settings"]
     by_name = {row["setting"]: row["perplexity"] for row in ablation["rows"] if row["P"] == WORLD_SIZE}
 
-    folder = model_folder(options.models)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     subject = TransformersSubject(model, {})
     linears = find_linears(model, ROW_PARALLEL)
