@@ -78,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     common = ["--model", str(folder), "--data", options.text, "--tokens", options.tokens, "--context", options.context]
-    common += ["--note", options.note, "--device", "cpu", "--out", options.out, "--name", NAME]
+    # Its 3 key-value heads are no multiple of 2, 4 and 8.
+    common += ["--engine", "transformers", "--note", options.note, "--device", "cpu", "--out", options.out]
+    common += ["--name", NAME]
     for settings, sizes in CALLS:
         left = [] if options.budget_s is None else ["--budget-s", str(options.budget_s - (time.monotonic() - begin))]
         if status := evaluate([*common, *left, "--settings", *settings.split(), "--world-sizes", *sizes]):
