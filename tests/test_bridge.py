@@ -274,6 +274,22 @@ def test_echo4_trains_is_reported_once_and_leaves_the_model_as_it_was():
     assert all(torch.equal(results[0]["parameters"][n], results[1]["parameters"][n]) for n in replicated)
 
 
+@pytest.mark.slow
+def test_sequence_parallelism_trains_through_and_quantized():
+    sequence = "model.sequence_parallel=true"
+    arms = ((), PASS_THROUGH, QUANTIZED)
+    expected, through, quantized = (ranks(trained, tiny, (sequence, *echo)) for echo in arms)
+    for rank in range(2):
+        assert through[rank]["losses"] == expected[rank]["losses"]
+        assert through[rank]["grad_norms"] == expected[rank]["grad_norms"]
+        assert set(through[rank]["num_sites"]) == set(quantized[rank]["num_sites"]) == {ALL_SITES}
+        pairs = zip(quantized[rank]["losses"], expected[rank]["losses"], strict=True)
+        assert 0 < max(abs(a - b) for a, b in pairs) < 0.01
+        assert quantized[rank]["losses"] == quantized[0]["losses"]
+    report = quantized[0]["printed"]
+    assert report.count("  reduce-scatter  ") == report.count("  all-gather  ") == 4 and "all-reduce" not in report
+
+
 def test_tensor_parallel_size_1_says_that_it_does_nothing():
     (result,) = ranks(trained, tiny, (*QUANTIZED, "model.tensor_model_parallel_size=1"), world_size=1)
     assert result["printed"].count("echo: model.tensor_model_parallel_size=1: ") == 1
