@@ -1,11 +1,12 @@
 """Which communication trains how well: the arms of a study, trained on the same data and compared.
 
-usage: torchrun --nproc-per-node P scripts/training_study.py [--study feedback | qwen3_0p6b] [--arms …] [--seeds 1 2 3]
-                                   [--out runs/STUDY] [--results docs/results] [--results-name NAME] [--budget-s S]
-                                   [KEY=VALUE …]
+usage: torchrun --nproc-per-node P scripts/training_study.py [--study feedback | tiny | qwen3_0p6b] [--arms …]
+                                   [--seeds 1 2 3] [--out runs/STUDY] [--results docs/results] [--results-name NAME]
+                                   [--budget-s S] [KEY=VALUE …]
        python scripts/training_study.py --study qwen3_0p6b --results docs/results --render
 
 feedback:    a small model with every form of feedback over several seeds, which the presets' defaults rest on.
+tiny:        the same, and a quantizer and a gain more, with the quickstart's model: two CPU cores do.
 qwen3_0p6b:  Qwen3-0.6B for 1,000 steps, 16-bit beside Echo: the paper's Fig. 3 and Table 7 on stand-in data.
 
 Every arm of a seed sees the same data and initialization. A run that is finished is not repeated; the same command
@@ -56,6 +57,9 @@ class Study:
     paper: Mapping[str, Any]
 
 
+AVERAGES = tuple(f"tp_comm.{name}={value}" for name, value in vars(PAPER_FEEDBACK).items())
+SMALL = ("tp_comm.min_bytes=16384",)  # the tiny model's messages would stay exact
+
 STUDIES = {
     "feedback": Study(
         experiment="gutenberg_small",
@@ -65,13 +69,30 @@ STUDIES = {
             "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0"),
             "local": ("tp_comm=echo4",),
             # The paper's coefficients on the local residual; the state is then in BF16.
-            "averages": ("tp_comm=echo4", *(f"tp_comm.{name}={value}" for name, value in vars(PAPER_FEEDBACK).items())),
+            "averages": ("tp_comm=echo4", *AVERAGES),
             "local_bf16": ("tp_comm=echo4", "tp_comm.state_dtype=bf16"),
             "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus"),
             "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus"),
             "paper": ("tp_comm=echo4_paper",),
             "nccl_sp": ("tp_comm=nccl", "trainer.sequence_parallel=true"),
             "local_sp": ("tp_comm=echo4", "trainer.sequence_parallel=true"),
+        },
+        seeds=(1, 2, 3),
+        paper={},
+    ),
+    "tiny": Study(
+        experiment="quickstart",
+        results="training_study_tiny",
+        arms={
+            "nccl": ("tp_comm=nccl",),
+            "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0", *SMALL),
+            "local": ("tp_comm=echo4", *SMALL),
+            "gain_0.75": ("tp_comm=echo4", "tp_comm.eta=0.75", *SMALL),
+            "averages": ("tp_comm=echo4", *AVERAGES, *SMALL),
+            "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus", *SMALL),
+            "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus", *SMALL),
+            "zero_aware": ("tp_comm=echo4", "tp_comm.policy=zero_aware", "tp_comm.group_size=128", *SMALL),
+            "paper": ("tp_comm=echo4_paper", *SMALL),
         },
         seeds=(1, 2, 3),
         paper={},
