@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from echo_megatron.bench import shares, targets, ttft_tables
@@ -46,10 +47,10 @@ def quickstart(results: Results, folder: str) -> list[str]:
     ]
 
 
-def training_study(results: Results, folder: str) -> list[str]:
+def training_study(results: Results, folder: str, name: str = "training_study") -> list[str]:
     """Losses of the arms over seeds, and what each differs from 16 bits by."""
-    left_out = {"seeds", "max lr", "steps", "step 1000", "TP bytes sent per rank", "tokens/s"}
-    stem = f"{folder}/training_study"
+    left_out = {"max lr", "steps", "step 1000", "TP bytes sent per rank", "tokens/s"}
+    stem = f"{folder}/{name}"
     return [
         *_loss_lines(results, left_out),
         *(f"- {sentence}" for sentence in _against_baseline(results)),
@@ -268,6 +269,10 @@ BLOCKS = {
     ),
     "training_study": Block(
         training_study, "torchrun --nproc-per-node 2 scripts/training_study.py --results docs/results"
+    ),
+    "training_study_tiny": Block(
+        partial(training_study, name="training_study_tiny"),
+        "torchrun --nproc-per-node 2 scripts/training_study.py --study tiny --results docs/results",
     ),
     "train_qwen3_0p6b_h200x2": Block(
         train_qwen3_0p6b,

@@ -193,7 +193,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "remarks": [],
             "runs": [MADE],
         },
-        ["| echo4 | 5.5000 | +0.0123 | +0.22 | 5.5000 | 0.200 |", "- echo4 − nccl: +0.0123", "commit abc"],
+        ["| echo4 | 1 | 5.5000 | +0.0123 | +0.22 | 5.5000 | 0.200 |", "- echo4 − nccl: +0.0123", "commit abc"],
     ),
     "train_qwen3_0p6b_h200x2": (
         {
