@@ -312,3 +312,4 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
 }
+EXAMPLES["training_study_tiny"] = EXAMPLES["training_study"]
