@@ -25,6 +25,8 @@ COLOURS = {
 MORE_COLOURS = ("#56B4E9", "#CC79A7", "#009E73", "#E69F00", "#D55E00", "#0072B2", "#8C6D31", "#7F7F7F")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.5, 1), (6, 1.5, 1.5, 1.5), (3, 1, 1, 1, 1, 1))
 
+MOST_IN_PANEL = 5  # arms whose legend fits beside the falling curve
+
 Styles = dict[str, dict[str, Any]]  # label -> keywords of Axes.plot
 
 
@@ -32,14 +34,19 @@ def draw(path: Path, arms: list[Arm], baseline: Arm, windows: Windows, title: st
     """Write the figure to `path` (PNG, 12 in wide, 150 dpi)."""
     figure = Figure(figsize=(12, 4.1), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=11)
-    figure.supxlabel(caption, fontsize=8, color="0.35")
     full, tail, difference = figure.subplots(1, 3)
     colours = arm_colours([arm.label for arm in arms])
     others = [arm.label for arm in arms if arm is not baseline]
     styles = {label: _style(place, colours[label]) for place, label in enumerate(others)}
     # wide and pale underneath, so that a curve which lies on it is seen
     styles[baseline.label] = {"color": colours[baseline.label], "linewidth": 3.2, "alpha": 0.3, "zorder": 2}
-    _draw_full(full, arms, styles, windows)
+    handles = _draw_full(full, arms, styles, windows)
+    legend: dict[str, Any] = {"handles": handles, "fontsize": 8.5, "frameon": False, "handlelength": 3}
+    if len(handles) <= MOST_IN_PANEL:
+        full.legend(loc="upper right", **legend)
+        figure.supxlabel(caption, fontsize=8, color="0.35")
+    else:  # over the curve they would hide it
+        figure.legend(loc="outside lower center", ncols=3, title=caption, title_fontsize=8, **legend)
     _draw_tail(tail, arms, styles, windows)
     _draw_difference(difference, arms, baseline, styles, windows)
     for axes in (full, tail, difference):
@@ -64,7 +71,8 @@ def _style(place: int, colour: str) -> dict[str, Any]:
     return {"color": colour, "linewidth": 1.3, "dashes": DASHES[place % len(DASHES)], "zorder": 3 + place}
 
 
-def _draw_full(axes: Axes, arms: list[Arm], styles: Styles, windows: Windows) -> None:
+def _draw_full(axes: Axes, arms: list[Arm], styles: Styles, windows: Windows) -> list[Any]:
+    """The legend's entries."""
     highest, lowest = [], []
     for arm in arms:
         steps, losses = mean_curve(arm)
@@ -83,7 +91,7 @@ def _draw_full(axes: Axes, arms: list[Arm], styles: Styles, windows: Windows) ->
     handles, _ = axes.get_legend_handles_labels()
     if any(run.nonfinite_steps for arm in arms for run in arm.runs):
         handles.append(Line2D([], [], color="0.3", marker="x", linestyle="none", label="loss not finite"))
-    axes.legend(handles=handles, loc="upper right", fontsize=8.5, frameon=False, handlelength=3)
+    return handles
 
 
 def _draw_tail(axes: Axes, arms: list[Arm], styles: Styles, windows: Windows) -> None:
