@@ -187,7 +187,7 @@ def rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "arm": name,
                 "tp_comm": arm["tp_comm"],
                 "lr": arm["lr"],
-                "steps": arm["steps"][0],
+                "steps": int(arm["steps"][0].split()[0]),
                 "tail100": mean["tail"],
                 "step1000": mean["step_1000"],
                 "val_loss": mean["validation"],

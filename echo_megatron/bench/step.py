@@ -70,5 +70,6 @@ def render(path: Path) -> None:
     from echo_megatron.bench import step_figure, step_tables
 
     results = json.loads(path.read_text(encoding="utf-8"))
+    results["rows"] = step_tables.with_ratios(results["rows"])  # an older file gets what rows have since
     write_results(path.parent, path.stem, results, step_tables.markdown(results))
     step_figure.draw(path.with_suffix(".png"), results)

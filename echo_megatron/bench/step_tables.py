@@ -12,6 +12,7 @@ from echo_megatron.result_files import markdown_table, provenance_lines
 
 Row = Mapping[str, Any]
 NATIVE, ECHO, BOUND = "nccl16", "echo4", "skipped"
+ARMS = {NATIVE: "16bit", BOUND: "bound"}  # as results of training call them
 QUANTITIES = {"step": "training step", "forward": "time to first token"}
 GIB = 1 << 30
 
@@ -44,13 +45,17 @@ def row_of(model: str, setting: str, load: int, visits: Sequence[dict[str, Any]]
 def with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows with `step_speedup`, `step_share` and the same of `forward`; None where what they are of is missing.
 
+    And with `arm`, and where memory was measured `peak_gib`, what PyTorch's allocator held at most.
+
     The speed-up is the 16-bit time divided by the row's; the share is of what skipping the all-reduces saves.
     """
     times = {(row["model"], row["load"], row["setting"]): row for row in rows}
     found = []
     for row in rows:
         native, bound = (times.get((row["model"], row["load"], name)) for name in (NATIVE, BOUND))
-        ratios: dict[str, float | None] = {}
+        ratios: dict[str, Any] = {"arm": ARMS.get(row["setting"], row["setting"])}
+        if "peak_allocated_bytes" in row:
+            ratios["peak_gib"] = row["peak_allocated_bytes"] / GIB
         for what in QUANTITIES:
             key = f"{what}_ms"
             base, least = (None if other is None else other[key] for other in (native, bound))
