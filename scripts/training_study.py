@@ -57,23 +57,25 @@ class Study:
     paper: Mapping[str, Any]
 
 
-AVERAGES = tuple(f"tp_comm.{name}={value}" for name, value in vars(PAPER_FEEDBACK).items())
-SMALL = ("tp_comm.min_bytes=16384",)  # the tiny model's messages would stay exact
+# The forms of feedback; the averages are the paper's coefficients on the local residual, whose state is then in BF16.
+FORMS: dict[str, tuple[str, ...]] = {
+    "nccl": ("tp_comm=nccl",),
+    "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0"),
+    "local": ("tp_comm=echo4",),
+    "averages": ("tp_comm=echo4", *(f"tp_comm.{name}={value}" for name, value in vars(PAPER_FEEDBACK).items())),
+    "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus"),
+    "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus"),
+    "paper": ("tp_comm=echo4_paper",),
+}
+SMALL = "tp_comm.min_bytes=16384"  # the tiny model's messages would stay exact
 
 STUDIES = {
     "feedback": Study(
         experiment="gutenberg_small",
         results="training_study",
         arms={
-            "nccl": ("tp_comm=nccl",),
-            "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0"),
-            "local": ("tp_comm=echo4",),
-            # The paper's coefficients on the local residual; the state is then in BF16.
-            "averages": ("tp_comm=echo4", *AVERAGES),
+            **FORMS,
             "local_bf16": ("tp_comm=echo4", "tp_comm.state_dtype=bf16"),
-            "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus"),
-            "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus"),
-            "paper": ("tp_comm=echo4_paper",),
             "nccl_sp": ("tp_comm=nccl", "trainer.sequence_parallel=true"),
             "local_sp": ("tp_comm=echo4", "trainer.sequence_parallel=true"),
         },
@@ -84,15 +86,9 @@ STUDIES = {
         experiment="quickstart",
         results="training_study_tiny",
         arms={
-            "nccl": ("tp_comm=nccl",),
-            "uncompensated": ("tp_comm=echo4", "tp_comm.eta=0.0", *SMALL),
-            "local": ("tp_comm=echo4", *SMALL),
-            "gain_0.75": ("tp_comm=echo4", "tp_comm.eta=0.75", *SMALL),
-            "averages": ("tp_comm=echo4", *AVERAGES, *SMALL),
-            "consensus": ("tp_comm=echo4", "tp_comm.residual=consensus", *SMALL),
-            "local_consensus": ("tp_comm=echo4", "tp_comm.backward_residual=consensus", *SMALL),
-            "zero_aware": ("tp_comm=echo4", "tp_comm.policy=zero_aware", "tp_comm.group_size=128", *SMALL),
-            "paper": ("tp_comm=echo4_paper", *SMALL),
+            **{arm: overrides if arm == "nccl" else (*overrides, SMALL) for arm, overrides in FORMS.items()},
+            "gain_0.75": ("tp_comm=echo4", "tp_comm.eta=0.75", SMALL),
+            "zero_aware": ("tp_comm=echo4", "tp_comm.policy=zero_aware", "tp_comm.group_size=128", SMALL),
         },
         seeds=(1, 2, 3),
         paper={},
