@@ -137,7 +137,12 @@ def run_static_engine(gpt: Any, prompts: Prompts, num_tokens: int, max_batch: in
 
 
 def run_dynamic_engine(gpt: Any, prompts: Prompts, num_tokens: int, **options: Any) -> list[list[int]]:
-    """Greedy tokens of the dynamic engine.
+    """Greedy tokens of a new dynamic engine; options as of `dynamic_engine`."""
+    return generate(dynamic_engine(gpt, **options), prompts, num_tokens)
+
+
+def dynamic_engine(gpt: Any, **options: Any) -> Any:
+    """A dynamic engine, with its CUDA graphs where the model has them: those serve this engine alone.
 
     Args:
         options: of InferenceConfig.
@@ -145,12 +150,17 @@ def run_dynamic_engine(gpt: Any, prompts: Prompts, num_tokens: int, **options: A
     from megatron.core.inference.config import InferenceConfig
     from megatron.core.inference.contexts import DynamicInferenceContext
     from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.utils import InferenceMode
 
     sizes: dict[str, Any] = {"max_sequence_length": 64, "buffer_size_gb": 0.01, "block_size_tokens": 16}
     config = InferenceConfig(**{**sizes, "max_requests": 4, "max_tokens": 64, **options})
     context = DynamicInferenceContext(model_config=gpt.config, inference_config=config)
-    engine = DynamicInferenceEngine(controller=_controller(gpt, context), context=context)
+    return DynamicInferenceEngine(controller=_controller(gpt, context), context=context)
+
+
+def generate(engine: Any, prompts: Prompts, num_tokens: int) -> list[list[int]]:
+    """Greedy tokens of a dynamic engine, one after another for as long as it serves."""
+    from megatron.core.inference.utils import InferenceMode
+
     records = engine.generate(prompts=as_text(prompts), sampling_params=_greedy(num_tokens))
     InferenceMode.unset_active()
     return [list(record.merge().generated_tokens) for record in records]

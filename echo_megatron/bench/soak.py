@@ -1,7 +1,7 @@
 """Random calls of every kind on real ranks for minutes, each against the reference or the other ranks: scripts/soak.py.
 
-Beside them run copies between the GPUs, a rank is late at random, streams differ from rank to rank, and little device
-memory is free, so that the allocator has to give blocks back while calls are under way.
+Beside them run copies between the GPUs, a rank is late at random, streams differ from rank to rank, and the allocator
+may hold so little device memory that it has to give blocks back while calls are under way.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echo_megatron.bench.soak_bar import Bar
 from echo_megatron.bench.step_load import Load
 from echo_megatron.communicator import Communicator
 from echo_megatron.config import (
@@ -46,6 +47,7 @@ MOST_VALUES = {"cuda": 16 << 20, "cpu": 1 << 14}
 NUM_STREAMS = 3
 PASSES_BETWEEN_AGREEMENTS = 20
 MOST_MESSAGES = 10  # of mismatches in the result
+MOST_CHURNED = 64  # blocks
 # None, what the residual has as its default, and averages, which the local residual has not.
 _FEEDBACKS: tuple[dict[str, Any], ...] = ({"eta": 0.0}, {}, {}, vars(PAPER_FEEDBACK))
 LONGEST_DELAY = 2_000_000  # GPU cycles, about a millisecond
@@ -196,9 +198,12 @@ class Soak:
 
     def _churn(self) -> None:
         """Blocks of random size come and go, so that calls get memory that others have just used."""
-        self.churned.append(torch.full((self.own_draw.randrange(1, MOST_VALUES[self.device.type]),), float("nan"),
-                                       device=self.device))  # fmt: skip
-        if len(self.churned) > 8:
+        size = self.own_draw.randrange(1, MOST_VALUES[self.device.type])
+        try:
+            self.churned.append(torch.full((size,), float("nan"), device=self.device))
+        except torch.cuda.OutOfMemoryError:
+            self.churned.clear()
+        if len(self.churned) > MOST_CHURNED:
             self.churned.pop(self.own_draw.randrange(len(self.churned)))
 
     def agree(self) -> None:
@@ -218,25 +223,21 @@ class Soak:
             communicator.destroy()
 
 
-def take_memory(device: torch.device, free_gib: float) -> list[Tensor]:
-    """All of a GPU's memory but `free_gib`, in blocks of 256 MiB, so that the allocator works near its limit."""
-    if device.type != "cuda":
-        return []
-    num_blocks = int((torch.cuda.mem_get_info(device)[0] / 2**30 - free_gib) * 4)
-    return [torch.empty(256 << 20, dtype=torch.uint8, device=device) for _ in range(max(0, num_blocks))]
+def limit_memory(device: torch.device, memory_gib: float) -> None:
+    """What PyTorch's allocator may hold in this process; the workspaces, which are not of it, come on top."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * 2**30 / total), device)
 
 
-def peak_memory(device: torch.device, ballast: list[Tensor]) -> dict[str, float | int]:
-    """GiB, without the ballast."""
+def peak_memory(device: torch.device) -> dict[str, float | int]:
+    """GiB, and how often the allocator had to give blocks back before it could serve."""
     if device.type != "cuda":
         return {"process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    taken = sum(block.numel() for block in ballast)
-    statistics = torch.cuda.memory_stats(device)
     return {
-        "allocated_gib": (torch.cuda.max_memory_allocated(device) - taken) / 2**30,
-        "reserved_gib": (torch.cuda.max_memory_reserved(device) - taken) / 2**30,
-        "ballast_gib": taken / 2**30,
-        "num_alloc_retries": int(statistics["num_alloc_retries"]),
+        "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        "num_alloc_retries": int(torch.cuda.memory_stats(device)["num_alloc_retries"]),
     }
 
 
@@ -253,20 +254,22 @@ def soak(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
         load = Load(device, target)
         load.wait_until_ready()
         load.set_duty(options.load / 100)
+    limit_memory(device, options.memory_gib)
     run = Soak(device, options.seed, options.compared)
-    ballast = take_memory(device, options.free_gib)
     start, passes = time.monotonic(), 0
     before = load.look() if load else None
     try:
-        is_over = False
-        while not is_over:
-            for _ in range(PASSES_BETWEEN_AGREEMENTS):
-                run.run_pass()
-                passes += 1
-            run.agree()
-            over = torch.tensor(int(time.monotonic() - start > 60 * options.minutes), device=device)
-            dist.all_reduce(over, op=dist.ReduceOp.MAX)
-            is_over = bool(over.item())
+        with Bar(options.minutes, rank == 0) as bar:
+            is_over = False
+            while not is_over:
+                for _ in range(PASSES_BETWEEN_AGREEMENTS):
+                    run.run_pass()
+                    passes += 1
+                run.agree()
+                bar.update(run.counts.calls.total(), run.counts.mismatches.total())
+                over = torch.tensor(int(time.monotonic() - start > 60 * options.minutes), device=device)
+                dist.all_reduce(over, op=dist.ReduceOp.MAX)
+                is_over = bool(over.item())
         copied = load.since(before) if load and before else None
     finally:
         if load:
@@ -279,7 +282,7 @@ def soak(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     ]  # fmt: skip
     result = {
         "transport": run.communicators[0].transport.name, "seconds": time.monotonic() - start, "passes": passes,
-        "rows": rows, "messages": counts.messages, "peak": peak_memory(device, ballast),
+        "rows": rows, "messages": counts.messages, "peak": peak_memory(device),
         "copied_gb_per_s": copied.gb_per_s if copied else 0.0,
     }  # fmt: skip
     run.destroy()
@@ -332,7 +335,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compared", type=float, default=0.3, help="share of the passes compared with the reference")
     parser.add_argument("--load", type=float, default=100.0, help="per cent of the time in which copies are under way")
-    parser.add_argument("--free-gib", type=float, default=12.0, help="of a GPU's memory, what is left to the calls")
+    parser.add_argument("--memory-gib", type=float, default=12.0, help="of a GPU, what PyTorch's allocator may hold")
     parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md")
     parser.add_argument("--name", default="soak_h200x2")
     return parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from megatron.core import parallel_state
 
 from echo_megatron.pretrain.cpu_shims import install_cpu_shims, seed_all
 from echo_megatron.pretrain.schema import PretrainConfig
+from echo_megatron.transports.protocol import CommunicationError
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -57,6 +61,10 @@ def distributed(config: PretrainConfig, device: torch.device) -> Iterator[torch.
         )
         seed_all(config.seed)
         yield device
+    except CommunicationError as error:
+        # Before the end: with a rank gone, NCCL's may take until its time-out, or end the process.
+        logger.error("error: %s", error)
+        raise
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

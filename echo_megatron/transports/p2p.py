@@ -12,6 +12,7 @@ from echo_megatron.compensator import Compensator
 from echo_megatron.config import Algorithm, Collective, Direction, EchoConfig, Residual
 from echo_megatron.sites import Site
 from echo_megatron.transports.consensus import ConsensusUpdate
+from echo_megatron.transports.failure_watch import watch
 from echo_megatron.transports.p2p_plans import Plan, SharePlan, plan_all_reduce, plan_shares
 from echo_megatron.transports.protocol import CommunicationError, Reduced
 from echo_megatron.transports.tiled_state import read_correction, read_scattered_correction
@@ -67,6 +68,8 @@ class P2PTransport:
             "timeout_s": config.timeout_s,
         }
         self._exact_options = {**self._memory, "num_blocks": workspace.max_blocks}
+        self.is_raised = False  # of a failure
+        watch.add(self)
 
     @property
     def table(self) -> Table:
@@ -213,8 +216,15 @@ class P2PTransport:
 
     def check(self) -> None:
         """Raises CommunicationError if a wait on the device was given up, here or on a peer."""
+        failure = self.failure()
+        if failure is not None:
+            self.is_raised = True
+            raise CommunicationError(failure)
+
+    def failure(self) -> str | None:
+        """The wait on the device that was given up, in words; None: none so far. No synchronization."""
         if not self.workspace.has_failed:
-            return
+            return None
         code, peer, stage, row, expected, seen, *numbers = self.workspace.failure_fields()[:9]
         site = self._sites.get((numbers[0], numbers[1], numbers[2]))
         where = f"rank {self.rank} of {self.world_size}: {site}, phase {_STAGES[stage]}, tile {row}"
@@ -230,9 +240,7 @@ class P2PTransport:
             )
         else:
             what = f"rank {peer} gave up; see its error"
-        raise CommunicationError(
-            f"{where}: {what}. The outputs of this call are NaN; create a new communicator to go on"
-        )
+        return f"{where}: {what}. The outputs of this call are NaN; create a new communicator to go on"
 
     def num_bytes(self) -> int:
         """Device memory of the workspace and of what the consensus residual keeps."""
@@ -249,12 +257,14 @@ class P2PTransport:
 
     def destroy(self) -> None:
         """Gives the workspace back; collective."""
+        watch.remove(self)
         self._updates.clear()
         if isinstance(self.workspace, SymmetricWorkspace):
             self.workspace.destroy()
 
     def abandon(self) -> None:
         """See `Transport.abandon`."""
+        watch.remove(self)
         self._updates.clear()
         if isinstance(self.workspace, SymmetricWorkspace):
             self.workspace.abandon()

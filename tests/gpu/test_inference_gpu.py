@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from inference_engines import install_stand_ins, run_dynamic_engine, run_static_engine
+from inference_engines import dynamic_engine, generate, install_stand_ins, run_static_engine
 
 from echo_megatron.bench.step_models import ModelShape
 from echo_megatron.config import EchoConfig, TransportName
@@ -114,19 +114,20 @@ def _engines(rank: int, world_size: int, graphs: dict[str, Any]) -> dict[str, di
     install_stand_ins()
     if graphs:
         random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    with model_options(**graphs):
-        gpt = build(SHAPE, SHAPE.num_layers, 64, device)
-    use_cached_attention(gpt)
     found: dict[str, dict[str, Any]] = {}
     for name, config in CONFIGS.items():
+        with model_options(**graphs):  # one of its own each: a model keeps its graphs, which serve one engine
+            gpt = build(SHAPE, SHAPE.num_layers, 64, device)
+        use_cached_attention(gpt)
         with InferenceModel(gpt, config) as model:
             tokens: dict[str, Any] = {}
             if not graphs:
                 tokens["generate"] = model.generate(PROMPTS, NUM_TOKENS)
                 tokens["static"] = run_static_engine(gpt, PROMPTS, NUM_TOKENS)
             options = {"num_cuda_graphs": 2, "use_cuda_graphs_for_non_decode_steps": False} if graphs else {}
-            tokens["dynamic"] = run_dynamic_engine(gpt, PROMPTS, NUM_TOKENS, **options)
-            tokens["again"] = run_dynamic_engine(gpt, PROMPTS, NUM_TOKENS, **options)
+            engine = dynamic_engine(gpt, **options)
+            tokens["dynamic"] = generate(engine, PROMPTS, NUM_TOKENS)
+            tokens["again"] = generate(engine, PROMPTS, NUM_TOKENS)
             model.installation.check()
             if graphs:
                 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs

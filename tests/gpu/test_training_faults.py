@@ -46,9 +46,13 @@ def make_run(folder: Path, name: str) -> PretrainConfig:
     )
 
 
+def said(config: PretrainConfig, rank: int) -> Path:
+    return Path(config.runs_dir) / f"{config.name}.{rank}.stderr"
+
+
 @contextmanager
 def running(config: PretrainConfig) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The run's processes, without torchrun, which would end the survivors itself."""
+    """The run's processes, without torchrun, which would end the survivors itself; what they say is in `said`."""
     file = Path(config.runs_dir) / f"{config.name}.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
     with socket.socket() as probe:
@@ -59,7 +63,8 @@ def running(config: PretrainConfig) -> Iterator[list[subprocess.Popen[bytes]]]:
     for rank in range(2):
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         environment = {**os.environ, **address, **{name: str(value) for name, value in names.items()}}
-        processes.append(subprocess.Popen(command, env=environment))
+        with said(config, rank).open("wb") as log:
+            processes.append(subprocess.Popen(command, env=environment, stderr=log))
     try:
         yield processes
     finally:
@@ -70,7 +75,8 @@ def running(config: PretrainConfig) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def train(config: PretrainConfig) -> None:
     with running(config) as processes:
-        assert [process.wait(300) for process in processes] == [0, 0]
+        statuses = [process.wait(300) for process in processes]
+        assert statuses == [0, 0], [said(config, rank).read_text()[-3000:] for rank in range(2)]
 
 
 def test_a_rank_that_is_killed_at_any_moment_costs_what_was_not_saved(tmp_path: Path) -> None:
@@ -81,13 +87,17 @@ def test_a_rank_that_is_killed_at_any_moment_costs_what_was_not_saved(tmp_path: 
     for dying, reached in ((1, 12), (0, 28), (1, 45)):
         with running(config) as processes:
             while not (config.run_dir / "metrics.jsonl").exists() or len(RunFolder(config.run_dir).train()) < reached:
-                assert all(process.poll() is None for process in processes), "ended before it was killed"
+                assert all(process.poll() is None for process in processes), said(config, dying).read_text()[-3000:]
                 time.sleep(0.01)
             time.sleep(draw.uniform(0, 0.2))
             processes[dying].send_signal(signal.SIGKILL)
             begin = time.monotonic()
             assert processes[1 - dying].wait(4 * TIMEOUT_S) != 0
+            text = said(config, 1 - dying).read_text()
             print(f"rank {dying} killed after step {reached}: the other ended after {time.monotonic() - begin:.1f} s")
+            print("".join(f"    {line}\n" for line in text.splitlines() if "rank" in line.lower()))
+        # NCCL's own time-out names no rank; it is alone only where no call of the kernels was under way or followed.
+        assert f"for rank {dying}: expected epoch" in text or "Watchdog caught collective" in text, text
         assert not list((config.run_dir / "checkpoints").glob("*.tmp/metadata.json"))
     train(config)
     assert losses(config) == losses(whole)

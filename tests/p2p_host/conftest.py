@@ -15,7 +15,7 @@ from torch import Tensor
 from echo_megatron import communicator as communicator_module
 from echo_megatron.communicator import Communicator
 from echo_megatron.ops import NAMESPACE
-from echo_megatron.transports import p2p
+from echo_megatron.transports import failure_watch, p2p
 
 
 @pytest.fixture
@@ -71,6 +71,15 @@ def cuda(monkeypatch):
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: LOG.append(("record", self.data_ptr())))
     return state
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch):
+    """One of the test's own, whose thread ends with it: tests that follow fork."""
+    watch = failure_watch.FailureWatch()
+    monkeypatch.setattr(p2p, "watch", watch)
+    yield watch
+    watch.close()
 
 
 @pytest.fixture

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
+import time
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from torch.distributed import distributed_c10d
 from echo_megatron import communicator as communicator_module
 from echo_megatron.process_group import EchoProcessGroup
 from echo_megatron.sites import Site
+from echo_megatron.transports import failure_watch
 from echo_megatron.transports.p2p import P2PTransport
 from echo_megatron.transports.protocol import CommunicationError
 
@@ -64,6 +70,53 @@ class TestErrors:
         with pytest.raises(ValueError, match="expected a tensor on cpu, this communicator's GPU, got meta"):
             make_rank(LOCAL).all_reduce(torch.ones(8, dtype=torch.bfloat16, device="meta"), site())
         assert not calls
+
+
+class TestFailureWatch:
+    """A host that is blocked in a wait for the GPU makes no next call that would raise."""
+
+    LIMIT_S = failure_watch.GRACE_S + 20 * failure_watch.PERIOD_S
+
+    def wait_for(self, caplog, number: int) -> list[str]:
+        """What was logged, once there are so many lines, or the limit is over."""
+        begin = time.monotonic()
+        while len(caplog.messages) < number and time.monotonic() - begin < self.LIMIT_S:
+            time.sleep(0.05)
+        return list(caplog.messages)
+
+    def test_what_nobody_raises_is_logged_once(self, calls, caplog):
+        rank, other, x = make_rank(LOCAL), make_rank(LOCAL), values()
+        rank.all_reduce(x, site(2), out=x)
+        TestErrors().fail(rank.transport, 1, 2, 1, 9, 17, 16, 2, 0, 0)
+        (message,) = self.wait_for(caplog, 1)
+        assert message.startswith("error: rank 1 of 3: forward site 2") and "for rank 2" in message
+        TestErrors().fail(other.transport, 3, 0, 0, 1, 2, 3, 4, 0, 0)
+        assert len(self.wait_for(caplog, 3)) == 2, "the other one's, and nothing twice"
+        with pytest.raises(CommunicationError, match="for rank 2"):
+            rank.transport.check()
+
+    @pytest.mark.parametrize("end", ["check", "destroy", "abandon"])
+    def test_what_is_raised_or_over_is_not_logged(self, calls, caplog, end):
+        rank = make_rank(LOCAL)
+        TestErrors().fail(rank.transport, 1, 2, 1, 9, 17, 16, 2, 0, 0)
+        with pytest.raises(CommunicationError) if end == "check" else nullcontext():
+            getattr(rank.transport, end)()
+        assert self.wait_for(caplog, 1) == []
+
+    def test_no_transport_is_kept_alive_and_the_thread_ends_with_the_last(self, calls):
+        ranks = [make_rank(LOCAL) for _ in range(3)]
+        references = [weakref.ref(rank.transport) for rank in ranks]
+        (thread,) = (one for one in threading.enumerate() if one.name == "echo-failure-watch")
+        del ranks
+        begin = time.monotonic()
+        while any(one() is not None for one in references) and time.monotonic() - begin < self.LIMIT_S:
+            gc.collect()
+            time.sleep(0.05)  # the thread may be looking at them
+        assert all(one() is None for one in references)
+        thread.join(self.LIMIT_S)
+        assert not thread.is_alive()
+        make_rank(LOCAL)
+        assert any(one.name == "echo-failure-watch" for one in threading.enumerate()), "it starts again"
 
 
 class TestCommunicator:
