@@ -132,7 +132,7 @@ def run_static_engine(gpt: Any, prompts: Prompts, num_tokens: int, max_batch: in
 
     engine = StaticInferenceEngine(_controller(gpt, StaticInferenceContext(max_batch, 64)), legacy=True)
     requests = engine.generate(prompts=as_text(prompts), sampling_params=_greedy(num_tokens))
-    InferenceMode.unset_active()  # an engine leaves it on
+    InferenceMode.unset_active()
     return [request.generated_tokens.tolist() for request in requests]
 
 
@@ -158,11 +158,11 @@ def dynamic_engine(gpt: Any, **options: Any) -> Any:
 
 
 def generate(engine: Any, prompts: Prompts, num_tokens: int) -> list[list[int]]:
-    """Greedy tokens of a dynamic engine, one after another for as long as it serves."""
+    """Greedy tokens of a dynamic engine, which serves as often as it is asked to."""
     from megatron.core.inference.utils import InferenceMode
 
-    records = engine.generate(prompts=as_text(prompts), sampling_params=_greedy(num_tokens))
-    InferenceMode.unset_active()
+    with InferenceMode.active():  # an engine sets it when it is made, and leaves it on
+        records = engine.generate(prompts=as_text(prompts), sampling_params=_greedy(num_tokens))
     return [list(record.merge().generated_tokens) for record in records]
 
 

@@ -27,6 +27,7 @@ from echo_megatron.pretrain.schema import PretrainConfig
 from echo_megatron.run_folder import RunFolder, write_atomic
 from echo_megatron.sites import Site
 from echo_megatron.transports.collective import CollectiveTransport
+from echo_megatron.transports.failure_watch import watch
 from echo_megatron.transports.protocol import CommunicationError
 from tests.distributed import run_with_losses
 from tests.pages import missing_tests
@@ -152,6 +153,36 @@ def kill_in_pass(direction: Direction, call: int) -> Callable[[], None]:
     return before
 
 
+class Failed:
+    """A transport whose call failed on the GPU."""
+
+    is_raised = False
+
+    def failure(self) -> str:
+        return "rank 0 of 2: planted"
+
+
+def block_after_a_failure(call: int) -> Callable[[], None]:
+    """Rank 0 never comes back from its `call`-th call, as from a wait for NCCL's kernels, and one before has failed."""
+
+    def before() -> None:
+        if os.environ["RANK"] != "0":
+            return
+        all_reduce, calls, failed = CollectiveTransport.all_reduce, 0, Failed()
+
+        def blocking(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                watch.add(failed)
+                time.sleep(1000)
+            return all_reduce(*args, **options)
+
+        CollectiveTransport.all_reduce = blocking  # type: ignore[method-assign]  # in the forked process only
+
+    return before
+
+
 def limit_files(rank: int, num_bytes: int, is_fatal: bool) -> Callable[[], None]:
     """Files that the rank writes while it saves end at num_bytes: as on a full disk, or it is killed there."""
 
@@ -180,7 +211,7 @@ def limit_files(rank: int, num_bytes: int, is_fatal: bool) -> Callable[[], None]
 def test_a_run_that_dies_in_every_way_ends_as_the_uninterrupted_one(
     whole: PretrainConfig, data: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In a forward pass, in a backward pass, in the middle of a file of a checkpoint, and for want of disk space."""
+    """In a forward or backward pass, hanging after a failure, within a checkpoint's file, for want of disk space."""
     config = short_run(tmp_path, data, "dying")
     checkpoints = config.run_dir / "checkpoints"
 
@@ -198,6 +229,7 @@ def test_a_run_that_dies_in_every_way_ends_as_the_uninterrupted_one(
     # Two microbatches a step: the third pass is step 2's, the fifth step 3's.
     die(kill_in_pass(Direction.forward, 3), [1, KILLED], "CommunicationError: rank 0 of 2: forward site 0", None)
     die(kill_in_pass(Direction.backward, 5), [1, KILLED], "CommunicationError: rank 0 of 2: backward site 0", 2)
+    die(block_after_a_failure(10), [1, 1], "CommunicationError: rank 0 of 2: planted", 2)
     die(limit_files(1, 5000, True), [1, -signal.SIGXFSZ], "rank 0 of 2: checkpoint of step 4: a process has ended", 2)
     assert (checkpoints / "iter_0000004.tmp" / "__1_0.distcp").stat().st_size == 5000
     die(limit_files(0, 5000, False), [2, 2], "iter_0000004.tmp could not be written", 2)

@@ -13,7 +13,7 @@ import torch
 from distributed import run_ranks
 
 pytest.importorskip("transformers")
-from inference_engines import install_stand_ins, run_dynamic_engine, run_static_engine
+from inference_engines import dynamic_engine, generate, install_stand_ins, run_dynamic_engine, run_static_engine
 from presets import ECHO4, PASS_THROUGH
 from test_hf import initialize, make_checkpoint
 
@@ -63,7 +63,9 @@ def _engines(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             tokens = {"generate": model.generate(PROMPTS, NUM_TOKENS)}
             tokens["no cache"] = [without_cache(model, prompt) for prompt in PROMPTS]
             tokens["static"] = run_static_engine(gpt, PROMPTS, NUM_TOKENS)
-            tokens["dynamic"] = run_dynamic_engine(gpt, PROMPTS, NUM_TOKENS)
+            engine = dynamic_engine(gpt)
+            tokens["dynamic"] = generate(engine, PROMPTS, NUM_TOKENS)
+            tokens["again"] = generate(engine, PROMPTS, NUM_TOKENS)
             found[name] = tokens
             if name in ("nccl", "echo4"):
                 options = {"enable_chunked_prefill": True, "max_tokens": 64, "max_sequence_length": 128}

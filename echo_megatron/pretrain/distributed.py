@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,12 @@ from echo_megatron.pretrain.cpu_shims import install_cpu_shims, seed_all
 from echo_megatron.pretrain.schema import PretrainConfig
 from echo_megatron.transports.protocol import CommunicationError
 
-logger = logging.getLogger(__name__)
-
 
 @contextmanager
 def distributed(config: PretrainConfig, device: torch.device) -> Iterator[torch.device]:
     """Join the processes that torchrun started, build Megatron's groups and seed; leave them all at the end.
+
+    A CommunicationError ends the process, with its traceback and status 1.
 
     Args:
         config: the run.
@@ -56,18 +58,24 @@ def distributed(config: PretrainConfig, device: torch.device) -> Iterator[torch.
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=trainer.tensor_parallel,
             pipeline_model_parallel_size=trainer.pipeline_parallel,
-            distributed_timeout_minutes=max(1, trainer.timeout_s // 60),
+            distributed_timeout_minutes=trainer.timeout_s / 60,  # becomes a timedelta
             create_gloo_process_groups=False,
         )
         seed_all(config.seed)
         yield device
-    except CommunicationError as error:
-        # Before the end: with a rank gone, NCCL's may take until its time-out, or end the process.
-        logger.error("error: %s", error)
-        raise
+    except CommunicationError:
+        traceback.print_exc()
+        end_process()
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def end_process() -> NoReturn:
+    """At once, after a rank was lost: leaving NCCL's groups in order would wait for it until their time-out."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from echo_megatron.pretrain import checkpoint
 from echo_megatron.pretrain.checkpoint import TrainingState
 from echo_megatron.pretrain.checkpoint_folder import CheckpointFolder
 from echo_megatron.pretrain.dataset import Batch, BatchSource
-from echo_megatron.pretrain.distributed import any_rank
+from echo_megatron.pretrain.distributed import any_rank, end_process
 from echo_megatron.pretrain.model import build_model
 from echo_megatron.pretrain.optimizer import build_optimizer, step_if_finite
 from echo_megatron.pretrain.preflight import Plan
@@ -27,6 +27,7 @@ from echo_megatron.pretrain.run_record import RunRecord
 from echo_megatron.pretrain.schema import PretrainConfig
 from echo_megatron.pretrain.stop import StopRequest
 from echo_megatron.pretrain.traffic import TrafficMeter
+from echo_megatron.transports.failure_watch import watch
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +77,29 @@ class Trainer:
         first_step = self._resume() + 1
         trainer = self.config.trainer
         if self._record is None:
-            return self._train(first_step, None)
+            with watch.ending(self._end_blocked):
+                return self._train(first_step, None)
         with RunLog(
             self._record.folder, first_step, trainer.max_steps, self._tokens_per_step, trainer.log_interval
         ) as log:
             log.say(self._record.start(first_step, self._installation.report() if self._installation else ""))
             try:
-                status = self._train(first_step, log)
+                with watch.ending(self._end_blocked):
+                    status = self._train(first_step, log)
             except BaseException as error:
                 self._record.end("stopped", f"{type(error).__name__}: {error}")
                 raise
             log.say(self._record.end(status, self._stop.reason() if status == "stopped" else None))
             self._stop.clear()
             return status
+
+    def _end_blocked(self, failure: str) -> NoReturn:
+        """A rank is gone, and this one's main thread is in a wait for it that has no end of its own."""
+        try:
+            if self._record is not None:
+                self._record.end("stopped", f"CommunicationError: {failure}")
+        finally:
+            end_process()
 
     def close(self) -> None:
         """Gives Echo's memory back; collective. For processes that go on after the run."""
