@@ -112,8 +112,7 @@ def _engines(rank: int, world_size: int, graphs: dict[str, Any]) -> dict[str, di
 
     device = initialize(world_size)
     install_stand_ins()
-    if graphs:
-        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # graphs need it, and weights follow it
     found: dict[str, dict[str, Any]] = {}
     for name, config in CONFIGS.items():
         with model_options(**graphs):  # one of its own each: a model keeps its graphs, which serve one engine
