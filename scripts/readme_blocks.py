@@ -283,6 +283,7 @@ BLOCKS = {
     ),
     "ablation_smollm2_135m": Block(evaluation, SMOLLM2),
     "ablation_qwen3_0p6b": Block(evaluation, f"{EVALUATE} RUN --data data/gutenberg --name ablation_qwen3_0p6b"),
+    "ablation_qwen3_200m": Block(evaluation, f"{EVALUATE} RUN --data data/gutenberg --name ablation_qwen3_200m"),
     "errors_smollm2_135m": Block(expected, SMOLLM2, source="ablation_smollm2_135m"),
     "errors_smollm2_135m_books": Block(expected, f"{EVALUATE} SMOLLM2", source="ablation_smollm2_135m_books"),
     "errors_qwen3_0p6b": Block(expected, f"{EVALUATE} RUN", source="ablation_qwen3_0p6b"),

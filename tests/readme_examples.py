@@ -154,6 +154,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["| llama3_8b | 0 % | 4 x 2,048 | 2 | 100.0 | 1.250 |", "| llama3_8b | 100 % | 4 x 2,048 | 2 | 100.0 |  |"],
     ),
     "ablation_qwen3_0p6b": (EVALUATION, ["| echo4 | 4.28 | 21.600 (+1.89 %) | not finite |", "at commit abc"]),
+    "ablation_qwen3_200m": (EVALUATION, ["| echo4 | 4.28 | 21.600 (+1.89 %) | not finite |", "at commit abc"]),
     "ablation_smollm2_135m": (
         EVALUATION,
         [
