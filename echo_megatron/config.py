@@ -344,6 +344,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def plain(value: Any) -> Any:
+    """Enums by name, also in lists, so that a checkpoint or a file holds nothing but numbers, strings and lists."""
+    if isinstance(value, Enum):
+        return value.name
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

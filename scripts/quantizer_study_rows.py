@@ -6,10 +6,9 @@ import json
 import math
 import statistics
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-from echo_megatron.config import PAPER_FEEDBACK, Direction, EchoConfig, Policy, Residual
+from echo_megatron.config import PAPER_FEEDBACK, Direction, EchoConfig, Policy, Residual, plain
 from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import choose_algorithm, make_quantizer
 from echo_megatron.result_files import markdown_table, provenance_lines
@@ -49,7 +48,7 @@ class Row:
     def key(self) -> str:
         """Tells rows apart: P and every option that differs between them, coefficients as they are in effect."""
         feedback = vars(self.config.feedback_of(Direction.forward))
-        config = {name: _plain({**vars(self.config), **feedback}[name]) for name in _KEYED}
+        config = {name: plain({**vars(self.config), **feedback}[name]) for name in _KEYED}
         if not self.config.quantizes:
             return "16 bits"
         order = "" if self.rank_order is None else f" {list(self.rank_order)}"
@@ -90,10 +89,6 @@ _KEYED = (
     *("bits", "policy", "group_size", "algorithm", "residual", "rescale"),
     *("eta", "a", "beta1", "beta2", "state_dtype", "early_bits", "early_fraction"),
 )
-
-
-def _plain(value: object) -> object:
-    return value.name if isinstance(value, Enum) else value
 
 
 def _residual(config: EchoConfig) -> str | None:

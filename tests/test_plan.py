@@ -23,6 +23,7 @@ from echo_megatron.plan_model import Work, predict
 from echo_megatron.reference import choose_algorithm, num_sent_bytes, num_sent_share_bytes
 from echo_megatron.sites import Site
 from tests.distributed import run_ranks
+from tests.plan_times import times_of
 
 ROOT = Path(__file__).parent.parent
 ECHO4, ECHO8, NCCL = EchoConfig(), EchoConfig(bits=8), EchoConfig(bits=16)
@@ -32,10 +33,6 @@ SHAPE = plan.model_shapes()["qwen3_0p6b"]
 @pytest.fixture(scope="module")
 def measured() -> Measured:
     return Measured(results_folder())
-
-
-def times_of(measured: Measured, world_size: int, gpu: str = "h200") -> CallTimes:
-    return CallTimes(measured, measured.ceilings_of(gpus()[gpu]), world_size)
 
 
 # -- bytes and memory against what really is sent and held

@@ -17,9 +17,10 @@ from echo_megatron.config import Collective, Direction, EchoConfig, TransportNam
 from echo_megatron.plan_calibration import calibrate, config_of, measured_work
 from echo_megatron.plan_calls import LARGE, CallTimes
 from echo_megatron.plan_errors import Comparison, call_errors, step_errors
-from echo_megatron.plan_machine import Ceilings, Measured, gpus, results_folder
+from echo_megatron.plan_machine import Ceilings, Measured, results_folder
 from echo_megatron.plan_memory import sent_bytes
 from echo_megatron.plan_model import Work, predict, speedups
+from tests.plan_times import times_of
 
 ROOT = Path(__file__).parent.parent
 NCCL, ECHO4, ECHO8 = EchoConfig(bits=16), EchoConfig(), EchoConfig(bits=8)
@@ -34,10 +35,6 @@ def measured() -> Measured:
 @pytest.fixture(scope="module")
 def steps(measured: Measured) -> list[Comparison]:
     return step_errors(measured)
-
-
-def times_of(measured: Measured, world_size: int, gpu: str = "h200") -> CallTimes:
-    return CallTimes(measured, measured.ceilings_of(gpus()[gpu]), world_size)
 
 
 def of_echo(steps: list[Comparison], kind: str) -> list[Comparison]:

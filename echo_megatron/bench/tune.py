@@ -188,30 +188,33 @@ def _backward_measure(call: EchoCall, inputs: Inputs, timer: Timer, size: int, w
 
 def _native_times(memory: Memory, group: dist.ProcessGroup, timer: Timer) -> dict[int, float]:
     """Milliseconds of the group's own all-reduce at each size."""
-    times = {}
-    for size in SIZES:
-        inputs = Inputs(memory.values, size // ITEMSIZE, timer.calls, group.size())
-        inputs.fill()
-
-        def step(inputs: Inputs = inputs) -> None:
-            dist.all_reduce(inputs.next(), group=group)
-
-        times[size] = timer.measure(step, inputs.before).ms
-    return times
+    return _in_place_times(SIZES, lambda x: dist.all_reduce(x, group=group), memory, group, timer)
 
 
 def _exact_times(config: EchoConfig, memory: Memory, group: dist.ProcessGroup, timer: Timer) -> dict[int, float]:
     """Milliseconds of the exact sum at each size up to 1 MiB."""
     call, site = EchoCall(group, config), Site(0, Direction.forward, bits=config.bits)
+    sizes = [size for size in SIZES if size <= MIB]
+    communicator = call.communicator
+    times = _in_place_times(sizes, lambda x: communicator.exact_all_reduce(x, site, out=x), memory, group, timer)
+    call.close()
+    return times
+
+
+def _in_place_times(
+    sizes: Sequence[int],
+    call: Callable[[torch.Tensor], object],
+    memory: Memory,
+    group: dist.ProcessGroup,
+    timer: Timer,
+) -> dict[int, float]:
     times = {}
-    for size in (size for size in SIZES if size <= MIB):
+    for size in sizes:
         inputs = Inputs(memory.values, size // ITEMSIZE, timer.calls, group.size())
         inputs.fill()
 
         def step(inputs: Inputs = inputs) -> None:
-            x = inputs.next()
-            call.communicator.exact_all_reduce(x, site, out=x)
+            call(inputs.next())
 
         times[size] = timer.measure(step, inputs.before).ms
-    call.close()
     return times

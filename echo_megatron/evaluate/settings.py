@@ -7,10 +7,9 @@ import json
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, get_args, get_type_hints
 
-from echo_megatron.config import PAPER_FEEDBACK, PRESETS, Direction, EchoConfig
+from echo_megatron.config import PAPER_FEEDBACK, PRESETS, Direction, EchoConfig, plain
 from echo_megatron.quantizer import TILE_VALUES
 from echo_megatron.reference import make_quantizer
 
@@ -58,7 +57,7 @@ class Setting:
             "state_dtype": self.config.state_dtype_of(Direction.forward),
         }
         deciding = [name for names in _DECIDING if options[names[0]] for name in names]
-        return json.dumps({name: _plain(options[name]) for name in deciding})
+        return json.dumps({name: plain(options[name]) for name in deciding})
 
 
 def bits_a_value(config: EchoConfig, num_layers: int) -> float:
@@ -67,10 +66,6 @@ def bits_a_value(config: EchoConfig, num_layers: int) -> float:
         return float(config.bits)
     layers = [config.site_bits(Direction.forward, layer, num_layers) for layer in range(num_layers)]
     return sum(make_quantizer(config, bits).num_bytes(TILE_VALUES) for bits in layers) * 8 / (TILE_VALUES * num_layers)
-
-
-def _plain(value: object) -> object:
-    return value.name if isinstance(value, Enum) else value
 
 
 # -- sets --------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
-from echo_megatron.config import EchoConfig
-from echo_megatron.integrations.options import OPTION_NAMES, plain, resolve
+from echo_megatron.config import EchoConfig, plain
+from echo_megatron.integrations.options import OPTION_NAMES, resolve
 
 
 @dataclass

@@ -13,8 +13,9 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 from nemo.utils import logging
 
 from echo_megatron import Installation, install
+from echo_megatron.config import plain
 from echo_megatron.integrations.megatron_checks import check_config
-from echo_megatron.integrations.options import plain, resolve
+from echo_megatron.integrations.options import resolve
 from echo_megatron.pretrain.names import tp_comm_name
 from echo_megatron.reference import check_group
 

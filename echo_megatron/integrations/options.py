@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from enum import Enum
 from typing import Any
 
 from echo_megatron.config import EchoConfig
@@ -32,10 +31,3 @@ def resolve(tp_comm: str, options: Mapping[str, Any] | None = None) -> EchoConfi
             "nothing; set tp_comm=echo4, or remove the option"
         )
     return config
-
-
-def plain(value: Any) -> Any:
-    """Enums by name, also in lists, so that a checkpoint or a file holds nothing but numbers, strings and lists."""
-    if isinstance(value, Enum):
-        return value.name
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -19,7 +19,7 @@ def tp_comm_name(config: EchoConfig) -> str:
         return [name for name, value in vars(config).items() if value != other[name]]
 
     nearest = min((name for name in PRESETS if name != "nccl"), key=lambda name: len(differences(name)))
-    values = (f"{name}={_plain(getattr(config, name))}" for name in differences(nearest))
+    values = (f"{name}={_text(getattr(config, name))}" for name in differences(nearest))
     return " ".join((nearest, *values))
 
 
@@ -41,9 +41,9 @@ def communication_name(config: PretrainConfig) -> str:
     return " ".join(words)
 
 
-def _plain(value: object) -> str:
+def _text(value: object) -> str:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, list):
-        return "+".join(_plain(item) for item in value)
+        return "+".join(_text(item) for item in value)
     return str(value)
