@@ -14,9 +14,9 @@ import torch
 from ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from inference_engines import dynamic_engine, generate, install_stand_ins, run_static_engine
+from inference_engines import dynamic_engine, generate, install_stand_ins, run_dynamic_engine, run_static_engine
 
-from echo_megatron.bench.step_models import ModelShape
+from echo_megatron.bench.step_models import ModelShape, build
 from echo_megatron.config import EchoConfig, TransportName
 from echo_megatron.evaluate.inference import InferenceModel, use_cached_attention
 
@@ -29,6 +29,7 @@ pytestmark = [
 SHAPE = ModelShape(4, 256, 512, 4, 2, 64, 100, 10_000, True, False, 2, 64)
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14, 15], [21])
 NUM_TOKENS = 6
+SCOPES = ("layer", "block")  # of CUDA graphs
 ECHO4 = EchoConfig.preset("echo4", transport=TransportName.p2p, min_bytes=0, timeout_s=20.0)
 CONFIGS = {
     "nccl": EchoConfig.preset("nccl"),
@@ -105,56 +106,77 @@ def test_a_decode_step_in_a_graph_is_the_eager_one() -> None:
             assert not torch.equal(quantized, exact)
 
 
-def _engines(rank: int, world_size: int, graphs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    from megatron.core.tensor_parallel import random
-
-    from echo_megatron.bench.step_models import build
-
+def _engines(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """Tokens of every config by the wrapper, the static engine and the dynamic one."""
     device = initialize(world_size)
     install_stand_ins()
-    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # graphs need it, and weights follow it
+    gpt = build(SHAPE, SHAPE.num_layers, 64, device)
+    use_cached_attention(gpt)
     found: dict[str, dict[str, Any]] = {}
     for name, config in CONFIGS.items():
-        with model_options(**graphs):  # one of its own each: a model keeps its graphs, which serve one engine
-            gpt = build(SHAPE, SHAPE.num_layers, 64, device)
-        use_cached_attention(gpt)
         with InferenceModel(gpt, config) as model:
-            tokens: dict[str, Any] = {}
-            if not graphs:
-                tokens["generate"] = model.generate(PROMPTS, NUM_TOKENS)
-                tokens["static"] = run_static_engine(gpt, PROMPTS, NUM_TOKENS)
-            options = {"num_cuda_graphs": 2, "use_cuda_graphs_for_non_decode_steps": False} if graphs else {}
-            engine = dynamic_engine(gpt, **options)
-            tokens["dynamic"] = generate(engine, PROMPTS, NUM_TOKENS)
-            tokens["again"] = generate(engine, PROMPTS, NUM_TOKENS)
+            found[name] = {
+                "generate": model.generate(PROMPTS, NUM_TOKENS),
+                "static": run_static_engine(gpt, PROMPTS, NUM_TOKENS),
+                "dynamic": run_dynamic_engine(gpt, PROMPTS, NUM_TOKENS),
+            }
             model.installation.check()
-            if graphs:
-                from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
-                torch.cuda.synchronize()
-                delete_cuda_graphs()
-                torch.cuda.set_stream(torch.cuda.default_stream())
-        found[name] = tokens
     return found
-
-
-@pytest.mark.parametrize("scope", ["layer", "block"])
-def test_the_dynamic_engine_with_graphs_generates_what_it_does_without(scope: str) -> None:
-    graphs = {"cuda_graph_impl": "local", "inference_cuda_graph_scope": scope}
-    with_graphs = run_ranks(_engines, graphs, world_size=2, timeout_s=180.0)
-    without = run_ranks(_engines, {}, world_size=2, timeout_s=180.0)
-    assert with_graphs[0] == with_graphs[1] and without[0] == without[1]
-    for name in CONFIGS:
-        assert without[0][name]["dynamic"] == without[0][name]["again"]
-        assert with_graphs[0][name]["dynamic"] == with_graphs[0][name]["again"] == without[0][name]["dynamic"], name
 
 
 def test_engines_generate_the_same_tokens() -> None:
     """At P=2 with the one-shot algorithm a token's rounding does not depend on what else is in the batch."""
-    first, second = run_ranks(_engines, {}, world_size=2, timeout_s=180.0)
+    first, second = run_ranks(_engines, world_size=2, timeout_s=180.0)
     assert first == second
     for name in ("nccl", "exact", "echo4", "early8"):
         ways = first[name]
         agreeing = sum(tokens == ways["generate"] for tokens in ways.values())
         # Matrix products of other shapes sum in another order, and the most likely token of a random model can change.
         assert agreeing >= 2, (name, ways)
+
+
+def _graphs(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """Tokens of every config, twice of one dynamic engine each: without graphs, with those of layers, of blocks."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    device = initialize(world_size)
+    install_stand_ins()
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # graphs need it, and weights follow it
+    found: dict[str, dict[str, Any]] = {}
+    for name, config in CONFIGS.items():
+        found[name] = {}
+        for scope in ("none", *SCOPES):
+            graphs = {} if scope == "none" else {"cuda_graph_impl": "local", "inference_cuda_graph_scope": scope}
+            options = {"num_cuda_graphs": 2, "use_cuda_graphs_for_non_decode_steps": False} if graphs else {}
+            with model_options(**graphs):  # one each: a model keeps its graphs, which serve one engine
+                gpt = build(SHAPE, SHAPE.num_layers, 64, device)
+            use_cached_attention(gpt)
+            with InferenceModel(gpt, config) as model:
+                communicator = model.installation.communicator
+                assert (communicator is not None and communicator.transport.name == "p2p") == (name != "nccl")
+                engine = dynamic_engine(gpt, **options)
+                found[name][scope] = [generate(engine, PROMPTS, NUM_TOKENS) for _ in range(2)]
+                model.installation.check()
+                if graphs:
+                    torch.cuda.synchronize()
+                    delete_cuda_graphs()
+                    torch.cuda.set_stream(torch.cuda.default_stream())
+    return found
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[str, dict[str, Any]]:
+    first, second = run_ranks(_graphs, world_size=2, timeout_s=360.0)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_dynamic_engine_with_graphs_generates_what_it_does_without(
+    generated: dict[str, dict[str, Any]], scope: str
+) -> None:
+    for name in CONFIGS:
+        without, again = generated[name]["none"]
+        assert without == again, name
+        assert generated[name][scope] == [without, without], name
