@@ -16,7 +16,7 @@ import pytest
 import torch
 from distributed import run_ranks
 
-from echo_megatron.bench import step, step_figure, step_profile, step_tables
+from echo_megatron.bench import step, step_figure, step_profile, step_tables, ttft
 from echo_megatron.bench.clocks import Clock, ClockSampler
 from echo_megatron.bench.step_load import Copied, Load, Loaded
 from echo_megatron.bench.step_models import MODELS, Workload, fitting_layers
@@ -434,6 +434,14 @@ class TestFailure:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bench", [step, ttft], ids=["step", "ttft"])
+def test_unknown_settings_are_refused(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything starts."""
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--models", "tiny", "--settings", "echo4", "echo5"])
+    assert "--settings: expected some of nccl16, echo4" in capsys.readouterr().err
+
+
 class TestRun:
     def run(self, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -473,7 +481,3 @@ class TestRun:
         results = json.loads((tmp_path / "step.json").read_text())
         assert [row["setting"] for row in results["rows"]] == ["nccl16", "skipped"]
         assert "transport p2p" in results["left_out"]["tiny, echo4"]
-
-    def test_unknown_settings_are_refused(self, tmp_path: Path) -> None:
-        ran = self.run(tmp_path, "--settings", "echo5")
-        assert ran.returncode != 0 and "--settings: expected some of nccl16, echo4" in ran.stderr

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +32,12 @@ def add_run_options(parser: argparse.ArgumentParser, name: str, budget_s: float)
     parser.add_argument("--out", type=Path, help="folder for NAME.json and NAME.md")
     parser.add_argument("--name", default=name)
     parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: Markdown and figure of a result")
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, known: Iterable[str], settings: Sequence[str]) -> None:
+    """Ends the command, before anything starts, where `settings` has a name that is not `known`."""
+    if unknown := sorted(set(settings) - set(known)):
+        parser.error(f"--settings: expected some of {', '.join(known)}; got {', '.join(unknown)}")
 
 
 def launch(script: str, options: argparse.Namespace, run: Run, render: Callable[[Path], None]) -> int:

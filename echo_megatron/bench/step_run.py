@@ -63,9 +63,6 @@ class StepBench(PartedBench):
         ranks: their agreements.
         load: this rank's copier; None where no load above 0 is asked for.
         start: time.monotonic() of the run's beginning.
-
-    Raises:
-        ValueError: a setting's name is unknown.
     """
 
     script = "scripts/bench_step.py"

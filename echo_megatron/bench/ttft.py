@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from echo_megatron.arguments import positive
-from echo_megatron.bench.launch import add_run_options, launch, load_percent
+from echo_megatron.bench.launch import add_run_options, launch, load_percent, refuse_unknown
 from echo_megatron.bench.step_load import Load
 from echo_megatron.bench.step_models import DEFAULT_MODELS, MODELS
 from echo_megatron.bench.step_timing import Ranks
+from echo_megatron.config import TransportName
 from echo_megatron.result_files import write_results
 
 LOADS = (0, 50, 75, 100)
@@ -43,6 +44,10 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str) -> argparse.Name
     parser.add_argument("--no-graphs", action="store_true", help="decode without CUDA graphs alone")
     add_run_options(parser, name="ttft", budget_s=420.0)
     options = parser.parse_args(arguments)
+    if options.settings:
+        from echo_megatron.bench.ttft_models import serving_settings
+
+        refuse_unknown(parser, serving_settings(options.timeout_s, TransportName[options.transport]), options.settings)
     for name in ("loads", "batches", "decode_batches"):
         setattr(options, name, sorted(set(getattr(options, name))))
     return options

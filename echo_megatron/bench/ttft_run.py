@@ -50,9 +50,6 @@ class TtftBench(PartedBench):
         ranks: their agreements.
         load: this rank's copier; None where no load above 0 is asked for.
         start: time.monotonic() of the run's beginning.
-
-    Raises:
-        ValueError: a setting's name is unknown.
     """
 
     script = "scripts/bench_ttft.py"
