@@ -216,10 +216,9 @@ class P2PTransport:
 
     def check(self) -> None:
         """Raises CommunicationError if a wait on the device was given up, here or on a peer."""
-        failure = self.failure()
-        if failure is not None:
+        if self.workspace.has_failed:
             self.is_raised = True
-            raise CommunicationError(failure)
+            raise CommunicationError(self.failure())
 
     def failure(self) -> str | None:
         """The wait on the device that was given up, in words; None: none so far. No synchronization."""

@@ -23,10 +23,12 @@ from echo_megatron.transports.p2p import P2PTransport
 from echo_megatron.transports.protocol import CommunicationError
 
 
-class TestErrors:
-    def fail(self, transport: P2PTransport, code: int, *fields: int) -> None:
-        transport.workspace.failure[: 1 + len(fields)] = torch.tensor([code, *fields])
+def fail(transport: P2PTransport, code: int, *fields: int) -> None:
+    """As a kernel that gives up a wait."""
+    transport.workspace.failure[: 1 + len(fields)] = torch.tensor([code, *fields])
 
+
+class TestErrors:
     @pytest.mark.parametrize(
         ("code", "text"),
         [
@@ -47,7 +49,7 @@ class TestErrors:
         rank, x = make_rank(LOCAL), values()
         rank.all_reduce(x, site(2), out=x)
         rank.transport.check()
-        self.fail(rank.transport, code, 2, 1, 9, 17, 16, 2, 0, 0)
+        fail(rank.transport, code, 2, 1, 9, 17, 16, 2, 0, 0)
         with pytest.raises(CommunicationError, match=text):
             rank.transport.check()
         with pytest.raises(CommunicationError, match=text):
@@ -88,10 +90,10 @@ class TestFailureWatch:
     def test_what_nobody_raises_is_logged_once(self, calls, caplog):
         rank, other, x = make_rank(LOCAL), make_rank(LOCAL), values()
         rank.all_reduce(x, site(2), out=x)
-        TestErrors().fail(rank.transport, 1, 2, 1, 9, 17, 16, 2, 0, 0)
+        fail(rank.transport, 1, 2, 1, 9, 17, 16, 2, 0, 0)
         (message,) = self.wait_for(caplog, 1)
         assert message.startswith("error: rank 1 of 3: forward site 2") and "for rank 2" in message
-        TestErrors().fail(other.transport, 3, 0, 0, 1, 2, 3, 4, 0, 0)
+        fail(other.transport, 3, 0, 0, 1, 2, 3, 4, 0, 0)
         self.wait_for(caplog, 2)
         time.sleep(self.QUIET_S)
         assert len(caplog.messages) == 2, "the other one's, and nothing twice"
@@ -101,7 +103,7 @@ class TestFailureWatch:
     @pytest.mark.parametrize("end", ["check", "destroy", "abandon"])
     def test_what_is_raised_or_over_is_not_logged(self, calls, caplog, end):
         rank = make_rank(LOCAL)
-        TestErrors().fail(rank.transport, 1, 2, 1, 9, 17, 16, 2, 0, 0)
+        fail(rank.transport, 1, 2, 1, 9, 17, 16, 2, 0, 0)
         with pytest.raises(CommunicationError) if end == "check" else nullcontext():
             getattr(rank.transport, end)()
         time.sleep(self.QUIET_S)
@@ -110,10 +112,10 @@ class TestFailureWatch:
     def test_a_process_that_asks_for_it_is_ended_when_its_host_is_blocked(self, calls, caplog, watch):
         rank, raising, ended = make_rank(LOCAL), make_rank(LOCAL), []
         with watch.ending(ended.append):
-            TestErrors().fail(raising.transport, 1, 2, 1, 9, 17, 16, 2, 0, 0)
+            fail(raising.transport, 1, 2, 1, 9, 17, 16, 2, 0, 0)
             with pytest.raises(CommunicationError):
                 raising.transport.check()
-            TestErrors().fail(rank.transport, 3, 0, 0, 1, 2, 3, 4, 0, 0)
+            fail(rank.transport, 3, 0, 0, 1, 2, 3, 4, 0, 0)
             self.wait_for(caplog, 1)
             assert not ended, "it may yet be raised"
             begin = time.monotonic()
@@ -227,7 +229,7 @@ class TestProcessGroup:
         assert group.allreduce([torch.ones(16, 64, dtype=torch.bfloat16)]) == "native" and not calls
 
     def test_an_error_of_the_call_is_raised(self, group, calls):
-        group.communicator.transport.workspace.failure[:4] = torch.tensor([3, 2, 0, 0])
+        fail(group.communicator.transport, 3, 2, 0, 0)
         with pytest.raises(CommunicationError, match="rank 2 gave up"):
             group.allreduce([torch.ones(16, 64, dtype=torch.bfloat16)])
 
