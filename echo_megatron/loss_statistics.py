@@ -188,16 +188,20 @@ def difference_curve(arm: Arm, other: Arm) -> tuple[IntArray, FloatArray]:
 
 
 def tail_difference(arm: Arm, other: Arm, windows: Windows) -> Difference:
-    """Tail loss of `arm` minus `other`: paired by seed where two or more are common, else Welch's unpaired form."""
+    """Tail loss of `arm` minus `other`: of the common seeds, else Welch's unpaired form.
+
+    With one common seed it is that pair's where an arm has no other run: a mean over other seeds would add their noise.
+    """
     tails, other_tails = ([tail_loss(run, windows) for run in side.runs] for side in (arm, other))
     pairs = paired_runs(arm, other)
-    if len(pairs) > 1:
-        rows = Statistic.of([tail_loss(a, windows) - tail_loss(b, windows) for a, b in pairs])
-        return _difference(arm, other, rows.mean, rows.sd / math.sqrt(rows.n), rows.n, True, rows.n - 1)
+    rows = [tail_loss(a, windows) - tail_loss(b, windows) for a, b in pairs]
+    if len(rows) > 1:
+        paired = Statistic.of(rows)
+        return _difference(arm, other, paired.mean, paired.sd / math.sqrt(paired.n), paired.n, True, paired.n - 1)
     mean = Statistic.of(tails).mean - Statistic.of(other_tails).mean
     smaller = min(len(tails), len(other_tails))
     if smaller < 2:
-        return Difference(arm.label, other.label, mean, math.nan, smaller, bool(pairs), math.nan, None)
+        return Difference(arm.label, other.label, *(rows or [mean]), math.nan, smaller, bool(rows), math.nan, None)
     parts = [Statistic.of(side).sd ** 2 / len(side) for side in (tails, other_tails)]
     total = sum(parts)
     degrees = sum(part**2 / (len(side) - 1) for part, side in zip(parts, (tails, other_tails), strict=True))

@@ -17,8 +17,10 @@ training. `--results` keeps the runs' losses beside the comparison, so that arms
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -142,6 +144,19 @@ def keep(runs: Sequence[Path], kept: Path) -> None:
             write_atomic(folder / name, (run / name).read_text(encoding="utf-8"))
 
 
+def kept_runs(study: Study, folder: Path) -> tuple[list[Path], str | None]:
+    """Runs that lie in `folder`, in the order of the study's arms, then others; and why they do not compare yet."""
+    found = sorted(path.parent for path in folder.glob("*/run.json"))
+    of_arms = {
+        arm: [run for run in found if re.fullmatch(rf"{re.escape(arm)}(_seed\d+)?", run.name)] for arm in study.arms
+    }
+    runs = list(dict.fromkeys((*itertools.chain(*of_arms.values()), *found)))
+    baseline, *_ = study.arms
+    got = ", ".join(run.name for run in runs) or "none"
+    lacks = f"expected runs of {baseline} and of another arm, got {got}"
+    return runs, None if of_arms[baseline] and len(runs) > len(of_arms[baseline]) else lacks
+
+
 def render(study: Study, folder: Path, results: Path, scratch: Path) -> None:
     """Compares the runs in `folder`; writes JSON, Markdown and figure of the study's name into `results`.
 
@@ -149,14 +164,11 @@ def render(study: Study, folder: Path, results: Path, scratch: Path) -> None:
     name: options may be recorded in them that today's configuration refuses.
 
     Raises:
-        ValueError: fewer than two runs are there, or not the one that the others are compared with.
+        ValueError: only one arm's runs are there, or not those that the others are compared with.
     """
-    names = [run_name(study, arm, seed) for arm in study.arms for seed in study.seeds]
-    others = sorted(path.parent.name for path in folder.glob("*/run.json"))
-    runs = [folder / name for name in dict.fromkeys((*names, *others)) if (folder / name / "run.json").is_file()]
-    baseline = next(iter(study.arms))
-    if len(runs) < 2 or not runs[0].name.startswith(baseline):
-        raise ValueError(f"{folder}: expected runs of {baseline} and of another arm, got {[run.name for run in runs]}")
+    runs, lacks = kept_runs(study, folder)
+    if lacks:
+        raise ValueError(f"{folder}: {lacks}")
     # Of a study that is not whole some arms have fewer seeds; differences are then of the seeds that both arms have.
     made = compare(runs, scratch, baseline=runs[0].name, allow_different=("seed",))
     made.show()
@@ -241,13 +253,13 @@ def train(study: Study, options: argparse.Namespace) -> list[str]:
 
 
 def write_results(study: Study, options: argparse.Namespace, unfinished: Sequence[str]) -> None:
-    """Keeps the finished runs beside the results, and compares all that are there; one run alone waits for another."""
+    """Keeps the finished runs beside the results, and compares all that are there, once the baseline is among them."""
     kept = options.results / f"{study.results}_runs"
     if not options.render:
         names = [run_name(study, arm, seed) for seed in options.seeds for arm in options.arms]
         keep([options.out / name for name in names if name not in unfinished], kept)
-        if len(list(kept.glob("*/run.json"))) < 2:
-            print(f"{kept}: no comparison yet: it needs runs of two arms", flush=True)
+        if lacks := kept_runs(study, kept)[1]:
+            print(f"{kept}: no comparison yet: {lacks}", flush=True)
             return
     render(study, kept, options.results, options.out / "comparison")
 

@@ -92,6 +92,22 @@ def test_paired_difference_by_hand(tmp_path: Path) -> None:
     assert "drowns in the noise of seeds" in difference.sentence()
 
 
+@pytest.mark.parametrize("seeds", [(2,), (1, 3), (3,), (1, 2, 3)])
+@pytest.mark.parametrize("fewer", ["nccl", "echo4"])
+def test_a_difference_is_of_the_seeds_that_both_arms_have(tmp_path: Path, seeds: tuple[int, ...], fewer: str) -> None:
+    """Seeds' levels lie far apart, the arms 0.02: a run of a further seed must not move the difference."""
+    runs = [
+        load_run(write_run(tmp_path / f"{arm}{seed}", arm, seed, losses=np.full(30, 4.0 + seed + offset)))
+        for arm, offset in (("nccl", 0.0), ("echo4", 0.02))
+        for seed in ((1, 2, 3) if arm != fewer else seeds)
+    ]
+    nccl, echo4 = group_arms(runs)
+    difference = tail_difference(echo4, nccl, Windows.of(30))
+    assert difference.mean == pytest.approx(0.02)
+    assert (difference.n, difference.paired) == (len(seeds), True)
+    assert (difference.exceeds_noise is None) == (len(seeds) == 1)
+
+
 def test_unpaired_difference_by_hand(tmp_path: Path) -> None:
     """Welch: 4.0, 4.2 against 5.0, 5.4: difference 1.1, error sqrt(0.02/2 + 0.08/2), freedom 1.47, taken as 1."""
     losses = {("nccl", 1): 4.0, ("nccl", 2): 4.2, ("echo4", 3): 5.0, ("echo4", 4): 5.4}

@@ -91,6 +91,23 @@ def test_overrides_may_follow_a_list(tmp_path: Path, study, capsys):
     assert "expected runs of nccl" in capsys.readouterr().err
 
 
+def test_arms_may_come_one_after_the_other_in_any_order_and_of_any_seed(tmp_path: Path, study, capsys):
+    """Nothing is compared before the baseline is there; a seed that the study does not name is as good."""
+    chosen = study.STUDIES["feedback"]
+    results = tmp_path / "results"
+    for count, (arm, tp_comm) in enumerate((("local", "echo4"), ("nccl_sp", "nccl"), ("nccl", "nccl"))):
+        name = study.run_name(chosen, arm, 77)
+        options = argparse.Namespace(arms=[arm], seeds=[77], out=tmp_path / "runs", results=results, render=False)
+        config = {"trainer": {"sequence_parallel": arm == "nccl_sp"}}
+        write_run(options.out / name, tp_comm, seed=77, config=config, sequence_parallel=arm == "nccl_sp")
+        study.write_results(chosen, options, unfinished=())
+        waits = "no comparison yet: expected runs of nccl and of another arm, got local" in capsys.readouterr().out
+        assert waits == (count < 2) == (not (results / "training_study.json").exists())
+    report = json.loads((results / "training_study.json").read_text())
+    assert [arm["runs"] for arm in report["arms"]] == [["nccl_seed77"], ["local_seed77"], ["nccl_sp_seed77"]]
+    assert [arm["label"] for arm in report["arms"]] == ["nccl", "echo4", "nccl with SP"]
+
+
 def test_kept_runs_are_compared_again_without_training(tmp_path: Path, study, capsys):
     chosen = study.STUDIES["qwen3_0p6b"]
     kept = tmp_path / f"{chosen.results}_runs"
