@@ -201,7 +201,8 @@ def tail_difference(arm: Arm, other: Arm, windows: Windows) -> Difference:
     mean = Statistic.of(tails).mean - Statistic.of(other_tails).mean
     smaller = min(len(tails), len(other_tails))
     if smaller < 2:
-        return Difference(arm.label, other.label, *(rows or [mean]), math.nan, smaller, bool(rows), math.nan, None)
+        mean = rows[0] if rows else mean
+        return Difference(arm.label, other.label, mean, math.nan, smaller, bool(rows), math.nan, None)
     parts = [Statistic.of(side).sd ** 2 / len(side) for side in (tails, other_tails)]
     total = sum(parts)
     degrees = sum(part**2 / (len(side) - 1) for part, side in zip(parts, (tails, other_tails), strict=True))
