@@ -69,13 +69,13 @@ def train_qwen3_0p6b(results: Results, folder: str) -> list[str]:
     stem = f"{folder}/train_qwen3_0p6b_h200x2"
     return [
         *_loss_lines(results, left_out),
-        *(f"- {note}" for note in [*(entry["sentence"] for entry in results["differences"]), *results["remarks"]]),
+        *(f"- {note}" for note in [*_against_baseline(results), *results["remarks"]]),
         "",
         f"What the paper reports of its own data and size ({results['paper']['source']}):",
         "",
         *markdown_table(["arm", "max lr", "step 1000", "tail-100"], paper),
         "",
-        f"[Every run]({stem}.md). {_runs_provenance(results['runs'], stem)}",
+        f"[Every run and difference]({stem}.md). {_runs_provenance(results['runs'], stem)}",
     ]
 
 
@@ -190,6 +190,8 @@ LARGE_ROWS = (
     "echo4",
     "echo4_unfused",
     "echo4_local",
+    "nccl16_critical",
+    "echo4_local_critical",
     "echo4_consensus_critical",
     "echo4_paper_critical",
 )
@@ -198,7 +200,7 @@ SMALL_ROWS = ("nccl16", "symm_mem_one_shot", "symm_mem_two_shot", "auto")
 
 def all_reduce_h200x2(results: Results, folder: str) -> list[str]:
     """Time of one all-reduce: large messages, small ones, and what the wire and HBM carry."""
-    carried = results["ceilings"] or {}
+    carried, stem = results["ceilings"] or {}, f"{folder}/all_reduce_h200x2"
     bounds = [
         f"{carried[key]:.0f} GB/s {words}"
         for key, words in (("wire_gb_per_s", "to a peer, each way"), ("hbm_gb_per_s", "in HBM, read plus written"))
@@ -216,8 +218,9 @@ def all_reduce_h200x2(results: Results, folder: str) -> list[str]:
         "",
         *overview_table(results["rows"], SMALL_ROWS, SMALL_SIZES[:-1]),
         "",
-        f"[All rows, and the paper's beside ours]({folder}/all_reduce_h200x2.md); [what was aimed at, and what bounds "
-        f"it](docs/bench.md#targets). {' '.join(provenance(results))}",
+        f"[All rows, and the paper's beside ours]({stem}.md), with the command of each of the {len(results['runs'])} "
+        "runs that they are of; [what was aimed at, and what bounds it](docs/bench.md#targets). "
+        + _runs_provenance(results["runs"], stem),
     ]
 
 

@@ -75,7 +75,8 @@ class TestTables:
         assert {*figures.COLOURS, *figures.SMALL_COLOURS} <= {row.name for row in all_rows()}
 
     def test_targets_are_of_rows_that_exist(self) -> None:
-        assert {*targets.TARGETS, *targets.BOUNDED} <= {row.name for row in all_rows()}
+        names = {name for of, _ in targets.TARGETS.values() for name in of}
+        assert {*names, *targets.BOUNDED} <= {row.name for row in all_rows()}
         assert all(len(of) == len(LARGE_SIZES) for _, of in targets.TARGETS.values())
 
     def test_small_messages_have_symm_mem_s_time_as_limit_where_it_is_a_tenth_less(self) -> None:
@@ -125,8 +126,17 @@ class TestOnto:
         assert result["commit"] == "abc" and result["left_out"] == base["left_out"]
         first, second = tables.provenance(result)
         assert "commit abc" in first and "commit def" in second and "Method: Another." in second
-        assert second.startswith("echo4 (rotated), echo4_paper_critical (zero_aware, bf16, llama3_8b): 2026-01-01.")
+        rows = "echo4 (rotated), echo4_paper_critical (zero_aware, bf16, llama3_8b)"
+        assert second.startswith(f"Run 2, {rows}: 2026-01-01.")
         assert tables.markdown(result).count("commit def") == 1
+
+    def test_a_method_is_told_once(self) -> None:
+        result = made_up_results()
+        for number, method in enumerate(("Another.", "Another.", result["method"])):
+            row = {"row": "echo4", "policy": "rotated", "bytes": (number + 1) << 20, "ms": 0.01}
+            result = runs.merged(result, self.new_run(row, commit=str(number), method=method), [])
+        methods = [line.partition("Their ratios are to NCCL of that run.")[2] for line in tables.provenance(result)]
+        assert methods == ["", " Method: Another.", " Method: run 2's.", ""]
 
     def test_a_run_without_rows_left_is_dropped(self) -> None:
         echo4 = {"row": "echo4", "policy": "rotated", "bytes": 64 * MIB}

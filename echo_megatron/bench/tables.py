@@ -145,13 +145,20 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def provenance(results: Mapping[str, Any]) -> list[str]:
-    """The Markdown of the runs that results are of; later ones with their rows, and their method where it differs."""
-    first, *later = results["runs"]
-    lines = [_of_run(first)]
-    for idx, run in enumerate(later, 1):
-        rows = dict.fromkeys(label_of(key_of(row)) for row in results["rows"] if row["run"] == idx)
-        method = "" if run["method"] == first["method"] else f" Method: {run['method']}"
-        lines.append(f"{', '.join(rows)}: {_of_run(run)} Their ratios are to NCCL of that run.{method}")
+    """The Markdown of the runs that results are of: later ones with their rows; no method is told twice."""
+    told: dict[str, int] = {}
+    lines = []
+    for idx, run in enumerate(results["runs"]):
+        line = _of_run(run)
+        if idx > 0:
+            rows = dict.fromkeys(label_of(key_of(row)) for row in results["rows"] if row["run"] == idx)
+            line = f"Run {idx + 1}, {', '.join(rows)}: {line} Their ratios are to NCCL of that run."
+            if run["method"] not in told:
+                line += f" Method: {run['method']}"
+            elif told[run["method"]] > 0:
+                line += f" Method: run {told[run['method']] + 1}'s."
+        told.setdefault(run["method"], idx)
+        lines.append(line)
     return lines
 
 

@@ -9,12 +9,13 @@ from echo_megatron.bench.rows import LARGE_SIZES, MIB, SMALL_SIZES
 from echo_megatron.bench.tables import Entry, Key, label_of, series, size_label
 from echo_megatron.result_files import markdown_table
 
-# Ratios to NCCL of the same run, at LARGE_SIZES; for both quantizers.
-TARGETS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "echo4": ("4-bit, no compensation", (3.0, 3.2, 3.2, 3.3, 3.3)),
-    "echo4_local": ("4-bit, local residual, the whole call", (2.6, 2.8, 2.8, 2.9, 2.9)),
-    "echo4_consensus_critical": ("4-bit, consensus, critical path", (2.4, 2.6, 2.6, 2.6, 2.6)),
-    "echo8_local": ("8-bit, local residual, the whole call", (1.6, 1.8, 1.8, 1.9, 1.9)),
+# Rows, and ratios to NCCL of the same run at LARGE_SIZES; for both quantizers.
+CRITICAL = ("echo4_local_critical", "echo4_consensus_critical")
+TARGETS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "4-bit, no compensation": (("echo4",), (3.0, 3.2, 3.2, 3.3, 3.3)),
+    "4-bit, local residual, the whole call": (("echo4_local",), (2.6, 2.8, 2.8, 2.9, 2.9)),
+    "4-bit, compensated, added to the critical path": (CRITICAL, (2.4, 2.6, 2.6, 2.6, 2.6)),
+    "8-bit, local residual, the whole call": (("echo8_local",), (1.6, 1.8, 1.8, 1.9, 1.9)),
 }
 SMALL_MS = 0.018  # below 1 MiB, or what symm_mem takes where that is a tenth less
 A_TENTH_LESS = 0.9
@@ -25,12 +26,12 @@ def large_table(entries: Sequence[Entry]) -> list[str]:
     """Times faster than NCCL: a line of targets, then a line of each series that they are for; bold is reached."""
     found = series(entries)
     rows = []
-    for name, (words, targets) in TARGETS.items():
+    for words, (names, targets) in TARGETS.items():
         rows.append([f"{words}: target", *(f"{target:.1f}" for target in targets)])
-        if not any(key[0] == name for key in found):
-            rows.append([f"{name}: not measured", *("" for _ in targets)])
+        measured = {key[0] for key in found}
+        rows += [[f"{name}: not measured", *("" for _ in targets)] for name in names if name not in measured]
         for key, by_size in found.items():
-            if key[0] == name:
+            if key[0] in names:
                 cells = [_reached(by_size.get(size), target) for size, target in zip(LARGE_SIZES, targets, strict=True)]
                 rows.append([label_of(key), *cells])
     return markdown_table(["NCCL / row", *map(size_label, LARGE_SIZES)], rows)
