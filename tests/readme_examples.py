@@ -251,8 +251,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "| echo4_consensus_critical (rotated, llama3_8b) | 0.400 (1.25) |",
             "| auto (rotated) |  |  | 0.020 (25.00) |",
             "390 GB/s to a peer, each way, 4188 GB/s in HBM",
-            "at commit abc",
-            "auto (rotated): 2026-01-01. Made by `python x` at commit def",
+            "of the 2 runs that they are of",
+            "commit abc; def",
         ],
     ),
     "all_reduce_targets": (
