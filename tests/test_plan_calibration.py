@@ -87,7 +87,9 @@ def test_calls_of_large_messages_are_predicted(measured: Measured) -> None:
     assert {one.kind for one in errors} == {"left_out", "transfer", "shares", "shares_transfer"}
     sizes = [f" {size} MiB" for size in (1, 2, 4, 8, 16, 32)]
     for one in errors:
-        if not one.what.endswith(tuple(sizes)):
+        if one.kind == "transfer" and "compact state" in one.what and one.what.endswith((" 64 MiB", " 128 MiB")):
+            assert -0.3 < one.error < 0, one  # too short, as docs/plan.md says; where it no longer is, say so there
+        elif not one.what.endswith(tuple(sizes)):
             limit = 0.3 if one.kind == "shares_transfer" else 0.15
             assert abs(one.error) < limit, one
             assert one.gain_error is None or -2 * limit < one.gain_error < limit, one
