@@ -37,8 +37,9 @@ quickstart: $(RUN_STAMP) ## pretrain a small GPT with 16-bit and with Echo commu
 kernels: $(RUN_STAMP) ## build the CUDA kernels, which otherwise happens on first use; needs nvcc, no GPU. ARCH="80 90", OUT=file, ARGS=--verbose
 	@$(BIN)/python -m echo_megatron.kernel_build $(if $(ARCH),--arch $(ARCH)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
-test: lint ## environment, ruff, mypy, and the whole test suite on CPU, API reference and links among it (PYTEST_ARGS="-k name")
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+# In as many processes as tests/conftest.py says: none beside where there are GPUs.
+test: lint ## environment, ruff, mypy, and the whole test suite on CPU, API reference and links among it (PYTEST_ARGS="-n0 -k name")
+	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 fuzz: $(TEST_STAMP) ## new examples of records and schedules of the kernels for MINUTES=60; `make test` draws a few
 	$(BIN)/python -m pytest -n0 --timeout 0 tests/test_fuzz.py --fuzz-minutes $(or $(MINUTES),60)

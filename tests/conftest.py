@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,15 @@ if TYPE_CHECKING:
     from tests.protocol_model import Layout
 
 torch.set_num_threads(1)
+
+
+MAX_WORKERS = 8  # each starts up to eight ranks of 0.5 GB
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of `-n auto`: none where there are GPUs, of which a test takes all and watches the memory."""
+    cores = len(os.sched_getaffinity(0))
+    return 0 if torch.cuda.is_available() or cores < 2 else min(cores, MAX_WORKERS)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
