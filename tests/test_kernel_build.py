@@ -317,8 +317,8 @@ def nvcc() -> Path:
         pytest.skip(str(error))
 
 
-# What the presets take, at one width and for one architecture each; all policies at both take many minutes on two cores.
-# For the newest architecture the small kernels alone, unless the whole library is asked for.
+# What the presets take, at one width and for one architecture each; all policies at both take many minutes on two
+# cores. For the newest architecture the small kernels alone, unless the whole library is asked for.
 VARIANTS = (
     (("ECHO_POLICY", "rotated"), ("ECHO_BITS", "4")),
     (("ECHO_POLICY", "zero_aware"), ("ECHO_BITS", "8")),
