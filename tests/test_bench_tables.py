@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from bench_runs import made_up_results, one_run
+from matplotlib.figure import Figure
 
 from echo_megatron.bench import all_reduce, figures, runs, tables, targets
 from echo_megatron.bench.critical_path import MODELS
@@ -73,6 +74,13 @@ class TestTables:
         assert path.with_suffix(".png").stat().st_size > 20_000
         assert path.with_suffix(".md").read_text().startswith("# One all-reduce at P = 2")
         assert {*figures.COLOURS, *figures.SMALL_COLOURS} <= {row.name for row in all_rows()}
+
+    def test_a_panel_s_legend_names_no_row_without_a_point_in_it(self) -> None:
+        axes = Figure().subplots()
+        figures._plot(axes, {}, {"label": "elsewhere"})
+        figures._plot(axes, {8: 2.0, 4: 1.0}, {"label": "here"})
+        assert axes.get_legend_handles_labels()[1] == ["here"]
+        assert [list(data) for data in axes.lines[0].get_data()] == [[4, 8], [1.0, 2.0]]
 
     def test_targets_are_of_rows_that_exist(self) -> None:
         names = {name for of, _ in targets.TARGETS.values() for name in of}

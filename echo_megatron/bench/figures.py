@@ -17,6 +17,7 @@ COLOURS = {
     "echo4": "#E69F00",
     "echo4_local": "#0072B2",
     "echo8_local": "#009E73",
+    "echo4_local_critical": "#882255",
     "echo4_consensus_critical": "#D55E00",
     "echo4_paper_critical": "#CC79A7",
     "two_collective_4": "#8C6D31",
@@ -50,16 +51,16 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
         shown = {key: by_size for key, by_size in found.items() if key[0] in COLOURS and key[1] in (None, policy)}
         for name in COLOURS:
             for key in (key for key in shown if key[0] == name):
-                sizes = sorted(size for size in shown[key] if size >= SMALLEST)
-                axes.plot(sizes, [shown[key][size]["nccl_ratio"] for size in sizes], **_style(key, COLOURS[name]))
+                ratios = {size: entry["nccl_ratio"] for size, entry in shown[key].items() if size >= SMALLEST}
+                _plot(axes, ratios, _style(key, COLOURS[name]))
         axes.axhline(1, color="0.5", linewidth=0.8)
         axes.set_title(f"times faster than NCCL: {title}", fontsize=10)
         _finish(axes, sorted({entry["bytes"] for entry in plain if entry["bytes"] >= SMALLEST}))
     middle.sharey(left)
     for name, colour in SMALL_COLOURS.items():
-        for key in (key for key in found if key[0] == name and key[1] in (None, "rotated") and key[2] != "compact"):
-            sizes = sorted(size for size in found[key] if size <= LARGEST_SMALL)
-            right.plot(sizes, [1e3 * found[key][size]["ms"] for size in sizes], **_style(key, colour))
+        for key in (key for key in found if key[0] == name and key[1] in (None, "rotated")):
+            times = {size: 1e3 * entry["ms"] for size, entry in found[key].items() if size <= LARGEST_SMALL}
+            _plot(right, times, _style(key, colour))
     right.set_title("small messages, µs (rotated)", fontsize=10)
     right.set_ylim(bottom=0)
     _finish(right, sorted({entry["bytes"] for entry in plain if entry["bytes"] <= LARGEST_SMALL}))
@@ -79,11 +80,10 @@ def draw_shares(path: Path, results: Mapping[str, Any]) -> None:
     for axes, (policy, title) in zip(panels, POLICIES.items(), strict=True):
         for key, by_size in found.items():
             if key[0] in SHARE_COLOURS and key[1] == policy:
-                shown = sorted(by_size)
                 style = _style(key, SHARE_COLOURS[key[0]][key[2]])
                 if key[0] == "echo4_reduce_scatter" and key[2] is None:
                     style["label"] = f"{key[0]}, no compensation"
-                axes.plot(shown, [by_size[size]["nccl_ratio"] for size in shown], **style)
+                _plot(axes, {size: entry["nccl_ratio"] for size, entry in by_size.items()}, style)
         axes.axhline(1, color="0.5", linewidth=0.8)
         axes.set_title(f"times faster than NCCL: {title}", fontsize=10)
         _finish(axes, sizes, with_legend=False)
@@ -96,6 +96,12 @@ def draw_shares(path: Path, results: Mapping[str, Any]) -> None:
         fontsize=11,
     )
     figure.savefig(path)
+
+
+def _plot(axes: Axes, values: Mapping[int, float], style: Mapping[str, Any]) -> None:
+    """A line by size; none, and no place in the legend, where the panel has no point of it."""
+    if values:
+        axes.plot(sorted(values), [values[size] for size in sorted(values)], **style)
 
 
 def _style(key: Key, colour: str) -> dict[str, Any]:
