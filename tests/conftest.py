@@ -17,6 +17,7 @@ torch.set_num_threads(1)
 MAX_WORKERS = 8  # each starts up to eight ranks of 0.5 GB
 
 
+@pytest.hookimpl(optionalhook=True)  # the GPU tests run where there is no xdist, too
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Of `-n auto`: none where there are GPUs, of which a test takes all and watches the memory."""
     cores = len(os.sched_getaffinity(0))

@@ -433,7 +433,6 @@ class TestFailure:
         assert load.duty == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bench", [step, ttft], ids=["step", "ttft"])
 def test_unknown_settings_are_refused(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything starts."""
@@ -442,6 +441,7 @@ def test_unknown_settings_are_refused(bench: Any, capsys: pytest.CaptureFixture[
     assert "--settings: expected some of nccl16, echo4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 class TestRun:
     def run(self, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -104,6 +104,14 @@ class TestCommands:
         assert found == {"NCCL_ALGO": "Tree", f"NCCL_DEBUG ({path})": "WARN"}
 
 
+def test_the_gpu_tests_are_collected_where_there_is_no_xdist() -> None:
+    """As on a machine that has what docs/paper_tables.md asks for."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--collect-only", *TESTS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 class TestJudging:
     def judged(self, status: int | None, left_out: dict[str, str] | None, folder: Path, *lines: str) -> Part:
         path = folder / "x.json"
